@@ -1,4 +1,4 @@
-"""A web UI of its own per test file, and a headless browser to look at it."""
+"""One web UI for all tests, others for those that need their own, and a headless browser to look at them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import LIMIT
 
 CHROMIUM = Path("/usr/bin/chromium")
 QUIET = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run "
     "--disable-background-networking --disable-component-update --disable-sync"
 )
-START = 300  # seconds, on a machine that is busy with other tests
-PATIENCE = 60_000  # milliseconds for whatever a page does by itself; what starts a process takes longer
 
 
 @dataclass
@@ -43,7 +43,36 @@ class WebUI:
     def stop(self, how: int = signal.SIGTERM) -> None:
         """Ends the server; runs that it started go on."""
         self.process.send_signal(how)
-        self.process.wait(60)
+        self.process.wait(LIMIT)
+
+
+@contextmanager
+def _web_uis(new_folder: Callable[[str], Path]) -> Iterator[Callable[..., WebUI]]:
+    """A function that starts web UIs; they are stopped at the end."""
+    pytest.importorskip("gradio", reason="the web UI's package is not installed")
+    web_uis: list[WebUI] = []
+
+    def start(*arguments: str, folder: Path | None = None, before: str = "", **variables: str) -> WebUI:
+        folder = folder or new_folder("web_ui")
+        program = ["-c", f"{before}\nfrom halftune.cli import main\nmain()"] if before else ["-m", "halftune"]
+        command = [sys.executable, *program, "webui", "--port", "0", *arguments]
+        environment = {**os.environ, "LANG": "C.UTF-8", **variables}
+        terminal = new_folder("terminal") / "stderr.txt"
+        with terminal.open("w") as errors:
+            process = subprocess.Popen(
+                command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
+        web_uis.append(WebUI("", folder, process, terminal))
+        web_uis[-1].url = _address(process, terminal)
+        return web_uis[-1]
+
+    try:
+        yield start
+    finally:
+        for web_ui in web_uis:
+            if web_ui.process.poll() is None:
+                web_ui.stop()
+            print(web_ui.terminal.read_text(), file=sys.stderr)
 
 
 @pytest.fixture(scope="module")
@@ -52,41 +81,23 @@ def start_web_ui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
 
     It is stopped after the test file. ``before`` is Python that its process runs first.
     """
-    pytest.importorskip("gradio", reason="the web UI's package is not installed")
-    web_uis: list[WebUI] = []
-
-    def start(*arguments: str, folder: Path | None = None, before: str = "", **variables: str) -> WebUI:
-        folder = folder or tmp_path_factory.mktemp("web_ui")
-        program = ["-c", f"{before}\nfrom halftune.cli import main\nmain()"] if before else ["-m", "halftune"]
-        command = [sys.executable, *program, "webui", "--port", "0", *arguments]
-        environment = {**os.environ, "LANG": "C.UTF-8", **variables}
-        terminal = tmp_path_factory.mktemp("terminal") / "stderr.txt"
-        with terminal.open("w") as errors:
-            process = subprocess.Popen(
-                command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
-            )
-        web_uis.append(WebUI(_address(process, terminal), folder, process, terminal))
-        return web_uis[-1]
-
-    yield start
-    for web_ui in web_uis:
-        if web_ui.process.poll() is None:
-            web_ui.stop()
-        print(web_ui.terminal.read_text(), file=sys.stderr)
+    with _web_uis(tmp_path_factory.mktemp) as start:
+        yield start
 
 
 def _address(process: subprocess.Popen[str], terminal: Path) -> str:
     assert process.stdout is not None
-    ready, _, _ = select.select([process.stdout], [], [], START)
+    ready, _, _ = select.select([process.stdout], [], [], LIMIT)
     line = process.stdout.readline() if ready else ""
     assert "http://" in line, f"the web UI did not start: {line!r}, exit code {process.poll()}, {terminal.read_text()}"
     return line.split()[-1]
 
 
-@pytest.fixture(scope="module")
-def web_ui(start_web_ui: Callable[..., WebUI]) -> WebUI:
-    """A web UI in an empty folder."""
-    return start_web_ui()
+@pytest.fixture(scope="session")
+def web_ui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebUI]:
+    """The web UI that all tests share: each leaves it as it is, and writes files and runs under names of its own."""
+    with _web_uis(tmp_path_factory.mktemp) as start:
+        yield start()
 
 
 @pytest.fixture(scope="session")
@@ -103,32 +114,44 @@ def browser() -> Iterator[Any]:
 
 @dataclass
 class Seen:
-    """What a page did besides showing itself."""
+    """What a page did besides showing itself.
 
-    requests: list[str]
-    errors: list[str]
+    Attributes:
+        requests: addresses that it asked for.
+        errors: that it raised, or wrote to its console: Gradio writes those of a component's script there.
+        expected: texts of errors that the test brings about.
+    """
+
+    requests: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    expected: list[str] = field(default_factory=list)
 
 
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
-    """``open_page(url, width=1280, recipe="", **context)`` → a page of a browser that knows nothing yet but a recipe.
+    """``open_page(url, width=1280, recipe="", before=None, **context)`` → a page in a browser that knows only a recipe.
 
-    After the test, by ``page.seen``: no request went anywhere but to the web UI, and the page raised no error.
+    ``before(page)`` is called before the page is opened. After the test, by ``page.seen``: no request went anywhere but
+    to the web UI, and there was no error but those expected.
     """
     contexts, pages = [], []
 
-    def open_(url: str, width: int = 1280, recipe: str = "", **options: Any) -> Any:
+    def open_(
+        url: str, width: int = 1280, recipe: str = "", before: Callable[[Any], object] | None = None, **options: Any
+    ) -> Any:
         context = browser.new_context(viewport={"width": width, "height": 900}, **options)
+        contexts.append(context)
         page = context.new_page()
+        page.set_default_timeout(1000 * LIMIT)
         if recipe:  # as an earlier visit has left it; before the page's own scripts, which write there, too
             page.add_init_script(f"localStorage.setItem('halftune-recipe', {json.dumps(recipe)})")
-        seen = Seen([], [])
+        page.seen = seen = Seen()
+        pages.append((url.partition("#")[0], seen))
         page.on("request", lambda request: seen.requests.append(request.url))
         page.on("pageerror", lambda error: seen.errors.append(str(error)))
-        contexts.append(context)
-        pages.append((url.partition("#")[0], seen))
-        page.seen = seen
-        page.set_default_timeout(PATIENCE)
+        page.on("console", lambda said: seen.errors.append(said.text) if said.type == "error" else None)
+        if before:
+            before(page)
         page.goto(url)
         return page
 
@@ -138,4 +161,5 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
     for url, seen in pages:
         outside = [request for request in seen.requests if not request.startswith((url, "blob:", "data:"))]
         assert not outside, f"the page asked other servers: {outside}"
-        assert not seen.errors, seen.errors
+        errors = [error for error in seen.errors if not any(text in error for text in seen.expected)]
+        assert not errors, errors

@@ -11,7 +11,7 @@ import pytest
 
 from halftune_webui.tabs import TABS
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 ROWS = [{"prompt": f"Add {n} and {n + 1}.", "completion": f"It is {2 * n + 1}."} for n in range(12)]
 RECIPE = """\
 model: {name_or_path: builtin:qwen2-tiny}
@@ -43,6 +43,14 @@ def filled_web_ui(request: Any, start_web_ui: Callable[..., Any], tmp_path_facto
 in_english = pytest.mark.parametrize("filled_web_ui", ["en"], indirect=True)
 
 
+# Colours change slowly; what turns for ever is left out.
+SETTLED = """() => new Promise((done) => {
+  const ends = (one) => one.playState === 'running' && Number.isFinite(one.effect.getComputedTiming().endTime);
+  const look = () => (document.getAnimations().some(ends) ? requestAnimationFrame(look) : done());
+  requestAnimationFrame(() => requestAnimationFrame(look));
+})"""
+
+
 def opened(open_page: Callable[..., Any], web_ui: Any, **options: Any) -> Any:
     page = open_page(web_ui.url, recipe=RECIPE, **options)
     page.wait_for_selector(".ht-plan .memory")
@@ -55,7 +63,7 @@ def to(page: Any, name: str) -> None:
     page.locator(f"#tab-{name}-button").click()
     there = {"runs": "#run-cards .card", "data": "#data-subject b", "doctor": "#machine-facts table"}
     page.locator(there.get(name, f"#tab-{name} h2")).first.wait_for(state="attached")
-    page.wait_for_timeout(400)  # colours change slowly
+    page.evaluate(SETTLED)
 
 
 @pytest.mark.parametrize(("filled_web_ui", "scheme"), [("en", "light"), ("zh", "dark")], indirect=["filled_web_ui"])

@@ -11,7 +11,7 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 STAND_IN = f"""
 import sys
 from halftune_webui.runs import chat
@@ -88,9 +88,9 @@ def test_nothing_that_is_typed_gets_lost(chat_web_ui: Any, open_page: Callable[.
     page.keyboard.press("Enter")  # nothing is sent while an answer comes, and nothing is lost
     assert page.locator(box).input_value() == "not yet"
     page.locator("#chat-both").uncheck()  # of the next question
-    for _ in range(2):  # each side's
-        page.locator("#chat-stop").click()
-        page.wait_for_timeout(300)
+    page.locator("#chat-stop").click()
+    page.locator("#base p.assistant", has_text="base on on").wait_for()  # the other side's turn
+    page.locator("#chat-stop").click()
     idle(page)
     assert page.locator("#trained p.user").count() == 2
     assert page.locator(box).input_value() == "not yet"

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import until
 
 from halftune.core.status import read_status
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 RECIPE = """\
 model: {name_or_path: builtin:qwen2-tiny}
@@ -29,7 +29,6 @@ training:
   logging_steps: 1
   save_steps: 1000
 """
-LONG = 120_000  # milliseconds: torch is imported by each process, on a busy machine
 
 
 def step_of(run: Path) -> int:
@@ -48,11 +47,9 @@ class Held:
 
     def go_on(self) -> None:
         """Lets it make a step that its status tells of, or some."""
-        seen, end = step_of(self.run), time.monotonic() + LONG / 1000
+        seen = step_of(self.run)
         os.kill(self.pid, signal.SIGCONT)
-        while step_of(self.run) <= seen:
-            assert time.monotonic() < end, f"the run stands at step {seen}"
-            time.sleep(0.01)
+        until(lambda: step_of(self.run) > seen, f"a step after step {seen}")
         os.kill(self.pid, signal.SIGSTOP)
 
     def release(self) -> None:
@@ -64,10 +61,7 @@ class Held:
 @contextmanager
 def held(run: Path) -> Iterator[Held]:
     """The run from its first step on."""
-    end = time.monotonic() + LONG / 1000
-    while step_of(run) < 1:
-        assert time.monotonic() < end, "the run makes no step"
-        time.sleep(0.01)
+    until(lambda: step_of(run) >= 1, "the first step of the run")
     one = Held(run)
     try:
         yield one
@@ -104,45 +98,53 @@ def card(page: Any) -> Any:
     return page.locator("#run-cards .card")
 
 
-def test_a_run_that_dies_shows_why(web_ui: Any, open_page: Callable[..., Any]) -> None:
-    (web_ui.folder / "rows.jsonl").write_text(json.dumps({"prompt": "Add 1 and 2.", "completion": "It is 3."}) + "\n")
+@pytest.fixture(scope="module")
+def own_web_ui(start_web_ui: Callable[..., Any]) -> Any:
+    """In a folder without runs; it may be killed."""
+    return start_web_ui()
+
+
+def test_a_run_that_dies_shows_why(own_web_ui: Any, open_page: Callable[..., Any]) -> None:
+    (own_web_ui.folder / "rows.jsonl").write_text(
+        json.dumps({"prompt": "Add 1 and 2.", "completion": "It is 3."}) + "\n"
+    )
     text = RECIPE.replace("max_length: 48", "max_length: 8").replace("max_steps: 300", "max_steps: 2")
-    page = open_page(web_ui.url, recipe=text)
+    page = open_page(own_web_ui.url, recipe=text)
     page.get_by_text("max_length: 8").wait_for()
     page.locator("#start:enabled").click()
-    card(page).get_by_text("failed", exact=True).wait_for(timeout=LONG)
+    card(page).get_by_text("failed", exact=True).wait_for()
     card(page).locator(".cause", has_text="no rows left to train on").wait_for()
     card(page).locator("pre").wait_for(state="visible")  # what it printed last, unfolded when it died
     page.on("dialog", lambda dialog: dialog.accept())
     card(page).get_by_role("button", name="Delete").click()
     page.locator("#run-list .empty").wait_for()
-    assert not (web_ui.folder / "runs" / "adder").exists()
+    assert not (own_web_ui.folder / "runs" / "adder").exists()
 
 
 def test_a_run_from_start_to_report(
-    web_ui: Any, start_web_ui: Callable[..., Any], open_page: Callable[..., Any]
+    own_web_ui: Any, start_web_ui: Callable[..., Any], open_page: Callable[..., Any]
 ) -> None:
     rows = [{"prompt": f"Add {n} and {n + 1}.", "completion": f"It is {2 * n + 1}."} for n in range(40)]
-    (web_ui.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = web_ui.folder / "runs" / "adder"
+    (own_web_ui.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = own_web_ui.folder / "runs" / "adder"
 
-    page = open_page(web_ui.url, recipe=RECIPE)
+    page = open_page(own_web_ui.url, recipe=RECIPE)
     page.get_by_text("output_dir: runs/adder").wait_for()
     page.locator("#start:enabled").click()
     with held(run) as running:
-        card(page).get_by_text("training", exact=True).wait_for(timeout=LONG)
+        card(page).get_by_text("training", exact=True).wait_for()
         grows(page, running)
 
         page.context.close()  # the page goes, the run goes on
         running.go_on()
-        again = open_page(web_ui.url)
+        again = open_page(own_web_ui.url)
         tab(again, "Runs")
         card(again).get_by_text("running", exact=True).wait_for()
         progresses(again, running)
 
-        web_ui.stop(signal.SIGKILL)  # so does the server
+        own_web_ui.stop(signal.SIGKILL)  # so does the server
         running.go_on()
-        second = start_web_ui(folder=web_ui.folder)
+        second = start_web_ui(folder=own_web_ui.folder)
         page, other = open_page(second.url), open_page(second.url, width=900)  # two browsers on one run
         for one in (page, other):
             tab(one, "Runs")
@@ -152,7 +154,7 @@ def test_a_run_from_start_to_report(
         for one in (page, other):
             card(one).get_by_text("stopping", exact=True).wait_for()
     for one in (page, other):
-        card(one).get_by_text("stopped", exact=True).wait_for(timeout=LONG)
+        card(one).get_by_text("stopped", exact=True).wait_for()
     other.context.close()
     stopped = step_of(run)
     assert seen <= stopped < 300
@@ -160,12 +162,12 @@ def test_a_run_from_start_to_report(
     card(page).get_by_text(f"after step {stopped}").first.wait_for()
 
     card(page).get_by_role("button", name="Resume").click()
-    card(page).get_by_text("finished", exact=True).wait_for(timeout=2 * LONG)
+    card(page).get_by_text("finished", exact=True).wait_for()
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 301))
     card(page).get_by_role("button", name="Report").click()
     report = page.frame_locator("#run-report iframe")
     report.get_by_text("halftune run report").wait_for()
     report.locator("a[href$='#curves']").first.click()  # stays in the report
-    page.wait_for_timeout(500)
+    report.locator("#curves:target").wait_for(state="attached")
     report.get_by_text("halftune run report").wait_for()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from patience import until
 
 from halftune.core.errors import HalftuneError
 from halftune_webui.runs import ask, chat
@@ -77,10 +77,7 @@ def test_the_memory_is_given_back_when_nobody_asks() -> None:
     idle.ready()
     idle.idle = 0.05  # counts from the end of the next answer
     assert said(idle, "a") == "tuned a"
-    deadline = time.monotonic() + 120
-    while idle.alive:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: not idle.alive, "the end of the process")
 
 
 def test_a_verb_that_fails_speaks_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from halftune_webui.runs.show import run_card, run_list
 from halftune_webui.runs.started import note_stop, read_started
 from halftune_webui.runs.state import look
 from halftune_webui.runs.stored import check_model, command, generation_of
+from halftune_webui.runs.waiting import waiting
 from halftune_webui.settings import Settings
 
 GOOD: dict[str, Any] = {
@@ -77,7 +78,7 @@ def test_a_stored_recipe_keeps_within_the_limits(
     (settings.runs / ".webui" / "queue.json").write_text(json.dumps([str(run)]))
     assert queue.start_next(settings) is None
     assert not launched
-    assert not queue.waiting(settings.runs)
+    assert not waiting(settings.runs)
     (run / "resolved.yaml").write_text(json.dumps(GOOD))
     launch.resume(settings, run)
     assert launched[0][0] == "/bin/false"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import patience
 import pytest
 
 from halftune.core.errors import HalftuneError
@@ -20,9 +21,9 @@ from halftune_webui.runs import launch, queue
 from halftune_webui.runs.log_tail import log_tail
 from halftune_webui.runs.started import Process, folder_of, note_job, note_process, read_started
 from halftune_webui.runs.state import RunState, look
+from halftune_webui.runs.waiting import waiting
 from halftune_webui.settings import Settings
 
-PATIENCE = 120  # seconds in which Python starts, on a machine that is busy with other tests
 # Writes what a run would, then waits to be told: `go` in its folder ends it well, a signal as a run would be ended.
 STAND_IN = """
 import json, signal, sys, time
@@ -63,24 +64,20 @@ def recipe(name: str) -> str:
     return f"model: {{name_or_path: builtin:qwen2-tiny}}\n{data}\ntraining: {{output_dir: runs/{name}}}\n"
 
 
-def until(run: Path, wanted: Callable[[RunState], bool], *, waits: bool = False) -> RunState:
-    end = time.monotonic() + PATIENCE
-    while not wanted(state := look(run, waits=waits)):
-        assert time.monotonic() < end, f"waited in vain; it is {state}"
-        time.sleep(0.02)
-    return state
+def until(run: Path, wanted: Callable[[RunState], bool]) -> RunState:
+    seen: list[RunState] = []
+
+    def reached() -> bool:
+        seen[:] = [look(run)]
+        return wanted(seen[0])
+
+    patience.until(reached, f"what {run.name} is waited for")
+    return seen[0]
 
 
 def noted_code(run: Path) -> int | None:
     started = read_started(run)
     return None if started is None else started.code
-
-
-def waits_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
 
 
 def is_now(state: str) -> Callable[[RunState], bool]:
@@ -100,7 +97,7 @@ def test_a_run_is_nobody_s_child_and_its_end_is_noted(settings: Settings) -> Non
     assert b"secret" not in variables
     (run / "go").touch()
     until(run, is_now("finished"))
-    waits_until(lambda: noted_code(run) is not None)
+    patience.until(lambda: noted_code(run) is not None, "the note of its end")
     assert noted_code(run) == 0
     assert (folder_of(run) / "config.yaml").read_text() == recipe("one")
     with pytest.raises(HalftuneError, match="is finished"):
@@ -183,16 +180,17 @@ def test_the_queue_goes_on_without_a_web_ui(settings: Settings) -> None:
     first = launch.start(settings, recipe("first"))
     until(first, is_now("running"))
     second, third = (launch.start(settings, recipe(name), wait=True) for name in ("second", "third"))
-    assert queue.waiting(settings.runs) == [second, third]
+    assert waiting(settings.runs) == [second, third]
     assert look(second, waits=True).state == "queued"
     assert queue.start_next(settings) is None  # the first one runs
     launch.stop(settings, third)  # taken out again
-    assert queue.waiting(settings.runs) == [second]
+    assert waiting(settings.runs) == [second]
     assert look(third).state == "stopped"
     launch.resume(settings, third, wait=True)
     (first / "go").touch()
     until(second, is_now("running"))  # nobody but the first run's supervisor has looked
-    waits_until(lambda: queue.waiting(settings.runs) == [third])  # it writes this when the run is on its way
+    # it writes this when the run is on its way
+    patience.until(lambda: waiting(settings.runs) == [third], "only the third one to wait")
     launch.start_now(settings, third)
     until(third, is_now("running"))
     for run in (second, third):
@@ -205,16 +203,16 @@ def test_two_web_uis_that_start_a_run_at_once_start_one_after_the_other(settings
     together = threading.Barrier(2)
 
     def begin(name: str) -> Path:
-        together.wait(PATIENCE)
+        together.wait(patience.LIMIT)
         return launch.start(settings, recipe(name), wait=True)
 
     with ThreadPoolExecutor(2) as web_uis:
         runs = list(web_uis.map(begin, ("one", "two")))
-    waits = queue.waiting(settings.runs)
+    waits = waiting(settings.runs)
     assert len(waits) == 1
     ahead = next(run for run in runs if run not in waits)
     until(ahead, is_now("running"))
-    assert queue.waiting(settings.runs) == waits
+    assert waiting(settings.runs) == waits
     (waits[0] / "go").touch()
     (ahead / "go").touch()
     until(waits[0], is_now("finished"))
@@ -224,7 +222,7 @@ def test_two_web_uis_that_start_the_same_recipe_start_it_once(settings: Settings
     together = threading.Barrier(2)
 
     def begin(_: int) -> str:
-        together.wait(PATIENCE)
+        together.wait(patience.LIMIT)
         try:
             return launch.start(settings, recipe("one"), wait=True).name
         except HalftuneError as error:

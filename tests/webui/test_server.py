@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 import pytest
+from patience import LIMIT, until
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +20,7 @@ def ask(url: str, path: str = "/", method: str = "GET", body: str | None = None,
     """Status and text of an answer."""
     place = urlsplit(url)
     assert place.hostname is not None
-    connection = http.client.HTTPConnection(place.hostname, place.port, timeout=120)
+    connection = http.client.HTTPConnection(place.hostname, place.port, timeout=LIMIT)
     connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
     answer = connection.getresponse()
     text = answer.read().decode(errors="replace")
@@ -85,10 +85,12 @@ def test_rubbish_gets_a_line_on_the_terminal_and_no_traceback(web_ui: Any) -> No
     sent = [ask(web_ui.url, path, "POST", json.dumps(body), **json_type)[0] for path, body in calls(web_ui)]
     assert sent[:3] == [404, 404, 404]
     assert set(sent) == {200, 404, 500}  # taken into the queue, unknown, refused
-    end = time.monotonic() + 300
-    while "an event without act, run, on" not in (printed := web_ui.terminal.read_text()[before:]):  # it has a queue
-        assert time.monotonic() < end, printed
-        time.sleep(0.1)
+
+    def printed_since() -> str:
+        return web_ui.terminal.read_text()[before:]
+
+    until(lambda: "an event without act, run, on" in printed_since(), "the last line on the terminal")  # of the queue
+    printed = printed_since()
     assert all(line.startswith("refused a call") for line in printed.splitlines()), printed
     assert len(printed.splitlines()) > 20
     assert ask(web_ui.url)[0] == 200
@@ -117,17 +119,26 @@ def test_password(start_web_ui: Callable[..., Any]) -> None:
 
 
 def test_a_web_ui_that_nobody_looks_at_costs_nothing(web_ui: Any) -> None:
-    """Gradio looks for work a thousand times a second unless it is told otherwise: 0.08 of a core."""
-    ask(web_ui.url)
-    time.sleep(1)
+    """Gradio looks for work a thousand times a second unless it is told otherwise: 0.08 of a core.
 
-    def spent() -> float:
-        fields = Path(f"/proc/{web_ui.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    What is counted is how often its threads wake up by themselves: a slow machine does not do that more often.
+    """
+    tasks = Path(f"/proc/{web_ui.process.pid}/task")
+    if not tasks.is_dir():
+        pytest.skip("only Linux counts how often a process wakes up")
+    assert ask(web_ui.url)[0] == 200
 
-    before = spent()
-    time.sleep(5)
-    assert spent() - before < 5 * 0.02
+    def woken() -> int:
+        texts = [(one / "status").read_text() for one in tasks.iterdir()]
+        return sum(int(text.partition("\nvoluntary_ctxt_switches:")[2].split()[0]) for text in texts)
+
+    def idle() -> float:
+        """Wake-ups a second."""
+        before, began = woken(), time.monotonic()
+        time.sleep(1)
+        return (woken() - before) / (time.monotonic() - began)
+
+    until(lambda: idle() < 100, "an idle web UI")  # it may still work on what earlier tests have asked
 
 
 def test_files_are_listed_and_taken(web_ui: Any) -> None:

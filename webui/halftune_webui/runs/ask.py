@@ -16,7 +16,7 @@ from halftune.core.errors import HalftuneError, Problems
 from halftune_webui.recipe import LABEL
 from halftune_webui.runs.detached import environment
 from halftune_webui.runs.log_tail import cause_in
-from halftune_webui.runs.queue import OWN_FOLDER
+from halftune_webui.runs.waiting import OWN_FOLDER
 from halftune_webui.settings import HALFTUNE
 
 PATIENCE = 900.0  # seconds

@@ -30,6 +30,7 @@ from halftune_webui.runs.metrics import Metrics
 from halftune_webui.runs.show import REPORT, Mark, name_of, run_card, run_list
 from halftune_webui.runs.state import LIVE, RunState
 from halftune_webui.runs.stored import recipe_of
+from halftune_webui.runs.waiting import waiting
 from halftune_webui.settings import Settings
 from halftune_webui.yaml_edit import set_value
 
@@ -72,10 +73,10 @@ class RunsController:
         with self.lock:
             if time.monotonic() - self._looked < self.fresh:
                 return self._states
-            states = self.listing.look(waits := queue.waiting(runs))
+            states = self.listing.look(waits := waiting(runs))
             if waits and not any(state.live for state in states):
                 queue.start_next(self.settings)
-                states = self.listing.look(queue.waiting(runs))
+                states = self.listing.look(waiting(runs))
             self._states, self._looked = states, time.monotonic()
             return states
 
@@ -224,7 +225,7 @@ def start(controller: RunsController, view: View, text: str) -> str:
     run = launch.start(controller.settings, examined.runnable, wait=True)
     view.show([run])
     controller.look_again()
-    busy = run in queue.waiting(controller.settings.runs)
+    busy = run in waiting(controller.settings.runs)
     return controller.words("runs.waits" if busy else "runs.begins", name=name_of(run, controller.settings.runs))
 
 

@@ -11,10 +11,10 @@ from halftune.core.status import NAME
 from halftune.export.output import check_output
 from halftune_webui.paths import inside
 from halftune_webui.runs.detached import launch
-from halftune_webui.runs.queue import OWN_FOLDER
 from halftune_webui.runs.started import note_job, read_started
 from halftune_webui.runs.state import FINAL, RunState, look
 from halftune_webui.runs.stored import check_model
+from halftune_webui.runs.waiting import OWN_FOLDER
 from halftune_webui.settings import Settings
 
 DTYPES = ("bf16", "fp16", "fp32")

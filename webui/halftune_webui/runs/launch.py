@@ -24,6 +24,7 @@ from halftune_webui.runs.listing import ELSEWHERE, run_folders
 from halftune_webui.runs.started import CONFIG, Process, folder_of, note_job, note_stop, read_started
 from halftune_webui.runs.state import FINISHED, is_live, is_run, look
 from halftune_webui.runs.stored import command, working_folder
+from halftune_webui.runs.waiting import OWN_FOLDER, waiting
 from halftune_webui.settings import Settings
 
 _PLACE = "training.output_dir"
@@ -45,7 +46,7 @@ def start(settings: Settings, recipe: str, *, wait: bool = False) -> Path:
         HalftuneError: the recipe is wrong, its folder lies outside the web UI's or holds a run or other things already.
     """
     settings.runs.mkdir(parents=True, exist_ok=True)
-    draft = settings.runs / queue.OWN_FOLDER / f"{time.time_ns()}.yaml"
+    draft = settings.runs / OWN_FOLDER / f"{time.time_ns()}.yaml"
     draft.parent.mkdir(exist_ok=True)
     try:
         write_text(draft, recipe)
@@ -110,7 +111,7 @@ def free_beside(run: Path) -> Path:
 
 def is_in_use(settings: Settings, run: Path) -> bool:
     """Whether a run works, waits, or has left a result; one that never made a step and is over leaves its folder."""
-    return is_live(run) or run in queue.waiting(settings.runs) or holds_results(run)
+    return is_live(run) or run in waiting(settings.runs) or holds_results(run)
 
 
 def _remember(settings: Settings, run: Path) -> None:
@@ -127,7 +128,7 @@ def resume(settings: Settings, run: Path, *, wait: bool = False) -> None:
         HalftuneError: it runs already, waits already, or is finished.
     """
     _check_own(settings, run)
-    if is_live(run) or run in queue.waiting(settings.runs):
+    if is_live(run) or run in waiting(settings.runs):
         raise ConfigError("the run is running or waiting already", where=str(run), code="webui.run_active")
     if (run / FINISHED).is_file():
         what = "the run is finished"

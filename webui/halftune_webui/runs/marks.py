@@ -13,8 +13,9 @@ from halftune.core.errors import ConfigError
 from halftune.core.files import read_json
 from halftune_webui.runs import queue
 from halftune_webui.runs.show import Mark, name_of
+from halftune_webui.runs.waiting import OWN_FOLDER
 
-_FILE = Path(queue.OWN_FOLDER) / "marks.json"
+_FILE = Path(OWN_FOLDER) / "marks.json"
 NAME, NOTE, TAG, TAGS = 80, 2000, 30, 8  # characters of a name, a note and a tag; tags
 
 

@@ -1,7 +1,7 @@
 """The queue of waiting runs: a file in the runs folder. The next run starts when no other run is active.
 
-Each supervisor executes this program after its run. The web UI checks the queue when it shows the list. So the queue
-also advances while no web UI is running.
+Each supervisor executes this program after its run if any run waits. The web UI checks the queue when it shows the
+list. So the queue also advances while no web UI is running.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from halftune.core.atomic import write_text
 from halftune.core.errors import ConfigError, HalftuneError
-from halftune.core.files import open_file, read_json
+from halftune.core.files import open_file
 from halftune_webui.paths import inside, is_below
 from halftune_webui.runs.detached import launch
 from halftune_webui.runs.listing import run_folders
@@ -24,18 +24,10 @@ from halftune_webui.runs.log_tail import MARK
 from halftune_webui.runs.started import CONSOLE, folder_of, note_exit, note_job, read_started
 from halftune_webui.runs.state import is_live
 from halftune_webui.runs.stored import command, working_folder
+from halftune_webui.runs.waiting import OWN_FOLDER, QUEUE, waiting
 from halftune_webui.settings import Settings
 
-OWN_FOLDER, _QUEUE, _LOCK = ".webui", "queue.json", "lock"
-
-
-def waiting(runs: Path) -> list[Path]:
-    """Run folders in the queue, the next one first. Without a lock: the file is whole at every moment."""
-    try:
-        listed = read_json(runs / OWN_FOLDER / _QUEUE, root=runs)
-    except (OSError, ValueError):
-        return []
-    return [Path(one) for one in listed if isinstance(one, str)] if isinstance(listed, list) else []
+_LOCK = "lock"
 
 
 def add(runs: Path, run: Path) -> None:
@@ -107,7 +99,7 @@ def locked(runs: Path, name: str = _LOCK) -> Iterator[None]:
 
 
 def _write(runs: Path, listed: list[Path]) -> None:
-    write_text(runs / OWN_FOLDER / _QUEUE, json.dumps([str(run) for run in listed], indent=1))
+    write_text(runs / OWN_FOLDER / QUEUE, json.dumps([str(run) for run in listed], indent=1))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ It belongs to no terminal and to no web server, so a run and the queue go on wha
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 from halftune.core.files import open_file
 from halftune_webui.runs.detached import environment
 from halftune_webui.runs.started import CONSOLE, Process, folder_of, note_exit, note_process, read_started
+from halftune_webui.runs.waiting import waiting
 
 QUEUE = "halftune_webui.runs.queue"  # a program of its own: what it imports is not held while the run lasts
 _KILLS = Path("/sys/fs/cgroup/memory.events")
@@ -53,4 +55,5 @@ def _memory_kills() -> int:
 if __name__ == "__main__":
     sys.stdin.read()
     supervise(Path(sys.argv[1]))
-    os.execv(sys.executable, [sys.executable, "-m", QUEUE, sys.argv[2]])
+    if waiting(Path(json.loads(sys.argv[2])["runs"])):
+        os.execv(sys.executable, [sys.executable, "-m", QUEUE, sys.argv[2]])

@@ -10,10 +10,10 @@ from gradio.context import Context as Blocks
 
 from halftune_webui.context import Context, kept
 from halftune_webui.labels import Words
-from halftune_webui.runs import queue
 from halftune_webui.runs.export import finished
 from halftune_webui.runs.show import name_of
 from halftune_webui.runs.state import RunState
+from halftune_webui.runs.waiting import waiting
 from halftune_webui.settings import Settings
 
 CHOOSERS = {"chat": "chat-run", "export": "export-run"}
@@ -43,7 +43,7 @@ def chooser(context: Context, tab: str) -> gr.Dropdown:
     settings, box = context.settings, context.choosers[tab]
 
     def again(run: str | None, asked: str) -> gr.Dropdown:
-        return chosen((run, asked), context.listing.look(queue.waiting(settings.runs)), settings, context.words)
+        return chosen((run, asked), context.listing.look(waiting(settings.runs)), settings, context.words)
 
     box.render()
     here = Blocks.block

@@ -1,0 +1,80 @@
+"""The way through the page in a browser, from an empty form to an answer. test_first_hour_browser goes by keyboard."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from patience import LIMIT
+
+SCRIPT = re.compile(r"/assets/HTML-[^/]*\.js$")  # Gradio's component of all that the server writes, and of the form
+VALUES = {
+    "data.train[0].path": "way.jsonl",
+    "data.max_length": "64",
+    "training.output_dir": "runs/way",
+    "training.max_steps": "4",
+    "training.logging_steps": "1",
+    "generation.max_new_tokens": "4",
+}
+
+
+def field(page: Any, path: str) -> Any:
+    return page.locator(f'.row[data-path="{path}"]').locator("input, select").first
+
+
+def opened_late(open_page: Callable[..., Any], url: str) -> Any:
+    """A page whose form comes after its recipe: Gradio then runs the form's script before it has its properties."""
+    held, answers = list[Any](), list[Any]()
+
+    def hold(page: Any) -> None:
+        page.route(SCRIPT, lambda route: held.append(route))
+        page.on("response", lambda answer: answers.append(answer) if "/run/predict" in answer.url else None)
+
+    page = open_page(url, before=hold)
+    end = time.monotonic() + LIMIT
+    while not (held and answers):
+        assert time.monotonic() < end, "the page asks for no recipe"
+        page.wait_for_timeout(20)
+    answers[0].finished()
+    for route in held:
+        route.continue_()
+    return page
+
+
+@pytest.mark.slow
+def test_from_an_empty_form_to_an_answer(web_ui: Any, open_page: Callable[..., Any]) -> None:
+    rows = [{"prompt": f"Add {n} and 1.", "completion": f"It is {n + 1}."} for n in range(12)]
+    (web_ui.folder / "way.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = opened_late(open_page, web_ui.url)
+    page.wait_for_selector('.row[data-path="training.output_dir"].set')
+    assert field(page, "training.output_dir").input_value() == "runs/own-data"
+    for group in page.locator("details.group:not([hidden]) > summary").all():
+        group.click()
+    for path, value in VALUES.items():
+        field(page, path).fill(value)
+        field(page, path).press("Tab")
+        says = f"{path.rpartition('.')[2]}: {value}"
+        page.wait_for_function("says => window.halftuneRecipe?.includes(says)", arg=says)
+    field(page, "precision.compute").select_option("fp32")
+    page.locator('tr[data-plan="compute"]:has(.chip.fp32)').wait_for()
+
+    page.locator("#start:enabled").click()
+    card = page.locator("#run-cards .card[data-card$='/way']")
+    card.get_by_text("finished", exact=True).wait_for()
+    page.locator("[data-chart=loss] path.main").wait_for()
+    assert len((web_ui.folder / "runs" / "way" / "metrics.jsonl").read_text().splitlines()) == 4
+    card.get_by_role("button", name="Report").click()
+    page.frame_locator("#run-report iframe").get_by_text("halftune run report").wait_for()
+
+    card.get_by_role("button", name="Chat").click()
+    page.locator("#chat [data-chat$='/way']").wait_for(state="attached")
+    page.locator("#chat-message").fill("Add 3 and 1.")
+    page.keyboard.press("Enter")
+    for side in ("trained", "base"):
+        page.locator(f"#{side} p.user + p.assistant, #{side} p.user + p.help").wait_for()
+    page.wait_for_selector("#chat-again:enabled")
+    assert "tokens/s" in page.locator("#trained .foot").inner_text()
