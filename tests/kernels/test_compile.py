@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+
+pytest.importorskip("triton")
+
 from compile_check import compile_case
 
 from halftune_kernels.cases import case

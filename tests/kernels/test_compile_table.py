@@ -11,6 +11,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+pytest.importorskip("triton")
+
 from compile_check import Compiled
 
 from halftune_kernels.dispatch import OPERATORS, has_triton

@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("triton")
+
 from patience import LIMIT, until
 from torch.utils._python_dispatch import TorchDispatchMode
 

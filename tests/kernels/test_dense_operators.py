@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("triton")
+
 from compile_check import compile_case
 from interpreter import interpreting
 from operator_checks import CPU, assert_matches

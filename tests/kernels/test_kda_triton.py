@@ -7,6 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
+pytest.importorskip("triton")
+
 import torch.nn.functional as F
 from interpreter import interpreting
 from operator_checks import CPU

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("triton")
+
 from triton.errors import TritonError
 from triton.runtime.errors import OutOfResources
 

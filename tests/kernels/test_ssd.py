@@ -6,6 +6,9 @@ import dataclasses
 
 import pytest
 import torch
+
+pytest.importorskip("triton")
+
 from interpreter import interpreting
 from operator_checks import BOUNDS, assert_matches, assert_packed_as_alone
 

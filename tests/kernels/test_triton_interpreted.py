@@ -8,6 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
+pytest.importorskip("triton")
+
 import triton
 import triton.language as tl
 from interpreter import interpreting

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("trl")
+
 from peft import LoraConfig, get_peft_model
 from process_group import curve
 from safetensors.torch import load_file, save_file

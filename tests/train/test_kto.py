@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("trl")
+
 from peft import LoraConfig, get_peft_model
 from tiny_model import TOKENS, a_model
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference, KTOTrainer

@@ -9,6 +9,9 @@ from typing import Any, get_args
 
 import pytest
 import torch
+
+pytest.importorskip("trl")
+
 from peft import LoraConfig, get_peft_model
 from tiny_model import TOKENS, a_model
 from torch import Tensor

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("trl")
+
 from peft import AutoPeftModelForSequenceClassification
 from process_group import curve
 from tiny_model import SIZES
