@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections import defaultdict
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("trl")
+
 from peft import LoraConfig, get_peft_model
 from process_group import curve, in_processes, train_all
 from tiny_model import TOKENS, a_model
@@ -27,7 +33,7 @@ from halftune.data.pipeline import prepare
 from halftune.data.store import Example, Segment
 from halftune.hardware.catalogue import lookup
 from halftune.methods import AdapterOff
-from halftune.methods.grpo import ADVANTAGES, SAMPLED, SERVED, Grpo, advantages
+from halftune.methods.grpo import ADVANTAGES, SAMPLED, SERVED, Grpo, advantages, spread
 from halftune.model.policy import PolicyModel
 from halftune.model.tokenizer import load_tokenizer
 from halftune.plan import resolve
@@ -184,15 +190,63 @@ def test_advantages_are_relative_to_the_group() -> None:
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("It is 1,234.", 1234.0), ("a 3 #### -4.5", -4.5), ("none", None), ("#### 7 apples of 9", 9.0), ("x = .5", 0.5)],
+    [
+        ("It is 1,234.", "1234"),
+        ("a 3 #### -4.5", "-4.5"),
+        ("none", None),
+        ("#### 7 apples of 9", "9"),
+        ("x = .5", "0.5"),
+    ],
 )
-def test_the_last_number(text: str, number: float | None) -> None:
-    assert last_number(text) == number
+def test_the_last_number(text: str, number: str | None) -> None:
+    assert last_number(text) == (None if number is None else Decimal(number))
 
 
-def test_exact_answers() -> None:
-    answers = ["#### 1,000", "blue", "5", "5"]
-    assert exact_answer(["It is 1000.", " blue ", "6", "none"], answers) == [1.0, 1.0, 0.0, 0.0]
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("It is 1000.", "#### 1,000", 1),
+        (" blue ", "blue", 1),
+        ("6", "5", 0),
+        ("none", "5", 0),
+        (r"\boxed{\$9{,}500}", "9500", 1),
+        (r"so $12\,000$", "12000", 1),
+        ("It is \u22125", "-5", 1),
+        ("about 1e3", "1000", 1),
+        ("pages 3-7", "7", 1),
+        ("10-3 = 7", 7, 1),
+        ("3 - 5", -5, 0),
+        ("the primes are 2,3,5", "5", 1),
+        ("12km", "12", 1),
+        ("H2O", "CO2", 0),
+        ("room B12", "A12", 0),
+        ("The answer is 3/2", "1/2", 0),
+        ("The answer is 3/2", 2, 0),
+        ("3/2", "3/2", 1),
+        ("None", None, None),
+        ("0", "", None),
+        ("9007199254740993", 9007199254740992, 0),
+        ("0.30", 0.3, 1),
+    ],
+)
+def test_exact_answers(completion: str, answer: Any, reward: float | None) -> None:
+    assert exact_answer([completion], [answer]) == [reward]
+
+
+def test_an_unjudged_answer_leaves_its_groups_statistics() -> None:
+    """As of the judged answers alone; a group with fewer than two of them gives no gradient."""
+    none = math.nan
+    rewards = torch.tensor([[1.0, none, 1.0, none], [1.0, 0.0, none, 4.0], [none, 2.0, none, none], [none] * 4])
+    number, mean, deviation = spread(rewards)
+    assert number.tolist() == [2, 3, 1, 0]
+    assert mean[:3].tolist() == pytest.approx([1.0, 5 / 3, 2.0])
+    assert deviation[:2].tolist() == pytest.approx([0.0, float(torch.tensor([1.0, 0.0, 4.0]).std())])
+    for scale, leave_one_out in itertools.product((False, True), repeat=2):
+        found = advantages(rewards, scale=scale, leave_one_out=leave_one_out)
+        assert found[[0, 2, 3]].abs().max() == 0
+        alone = advantages(torch.tensor([[1.0, 0.0, 4.0]]), scale=scale, leave_one_out=leave_one_out)
+        assert torch.allclose(found[1, [0, 1, 3]], alone[0])
+        assert found[1, 2] == 0
 
 
 BAD = {

@@ -25,22 +25,37 @@ REWARD, MEASURED = "reward", ("reward", "reward_std", "equal_rewards", "completi
 DROPPED = "dropped"  # a column of batches: fp32 [E], whether the group is left out
 
 
-def advantages(rewards: torch.Tensor, *, scale: bool, leave_one_out: bool) -> torch.Tensor:
-    """The advantages of answers.
+def spread(rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Number, mean and standard deviation ``[E]`` of the judged answers to each prompt; NaN where there are too few.
 
     Args:
-        rewards: ``[E, G]``, of the G answers to each prompt.
+        rewards: ``[E, G]``; NaN for an answer that no function judged.
+    """
+    judged = ~rewards.isnan()
+    number = judged.sum(dim=1)
+    mean = rewards.nanmean(dim=1)
+    squares = torch.where(judged, (rewards - mean[:, None]).square(), 0.0).sum(dim=1)
+    return number, mean, (squares / torch.where(number > 1, number - 1, torch.nan)).sqrt()
+
+
+def advantages(rewards: torch.Tensor, *, scale: bool, leave_one_out: bool) -> torch.Tensor:
+    """The advantages of answers; 0 for one that is not judged, and for all of a group with fewer than two that are.
+
+    Args:
+        rewards: ``[E, G]``, of the G answers to each prompt; NaN for an answer that no function judged.
         scale: divide by the standard deviation of a prompt's rewards.
         leave_one_out: compare with the mean of the other answers, not of all.
 
     Returns:
         ``[E, G]``.
     """
-    number = rewards.shape[1]
-    found = rewards - rewards.mean(dim=1, keepdim=True)
+    number, mean, deviation = (one[:, None] for one in spread(rewards))
+    found = rewards - mean
     if leave_one_out:
         found = found * number / (number - 1)
-    return found / (rewards.std(dim=1, keepdim=True) + 1e-4) if scale else found
+    if scale:
+        found = found / (deviation + 1e-4)
+    return torch.where(rewards.isnan() | (number < 2), 0.0, found)
 
 
 class Grpo:
@@ -68,7 +83,7 @@ class Grpo:
         zero = columns[WEIGHT].new_zeros(())
         metrics = {name: _measured(columns.get(name), zero) for name in self.metrics}
         if not torch.is_grad_enabled():
-            return Loss(-(columns[REWARD] * columns[WEIGHT]).sum(), metrics)
+            return Loss(-(columns[REWARD].nan_to_num() * columns[WEIGHT]).sum(), metrics)
         values, entropies = policy.token_logprobs_and_entropies(batch, section.temperature)
         metrics["entropy"] = (entropies.sum().to(zero.dtype), zero + len(entropies))
         known = None
@@ -117,5 +132,5 @@ class Grpo:
 
 
 def _measured(column: torch.Tensor | None, zero: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum and count of a column; zeros where the batch has none."""
-    return (zero, zero) if column is None else (column.sum(), column.new_tensor(float(len(column))))
+    """Sum and count of a column's numbers, NaN left out; zeros where the batch has none."""
+    return (zero, zero) if column is None else (column.nansum(), (~column.isnan()).sum().to(column.dtype))

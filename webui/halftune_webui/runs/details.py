@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import stat
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain, islice
@@ -63,8 +64,13 @@ def _rollouts(
         groups = read_json(path, root=path.parent)["rollouts"] if path is not None else []
         found = []
         for group in islice(reversed(groups), _PROMPTS):
-            answers = sorted(islice(group["answers"], _ANSWERS), key=lambda one: -float(one["reward"]))
-            rows = ((str(one["text"]), f"{float(one['reward']):.3g}", str(int(one["tokens"]))) for one in answers)
+            # an answer that no function judged has no reward, and comes last
+            answers = [(one, one["reward"]) for one in islice(group["answers"], _ANSWERS)]
+            answers.sort(key=lambda one: -math.inf if one[1] is None else float(one[1]), reverse=True)
+            rows = [
+                (str(one["text"]), "–" if reward is None else f"{float(reward):.3g}", str(int(one["tokens"])))
+                for one, reward in answers
+            ]
             found.append((str(int(group["step"])), str(group["prompt"]), tuple(rows)))
         return tuple(found)
     except (OSError, ValueError, ArithmeticError, KeyError, TypeError, AttributeError):  # the file may be anybody's

@@ -149,8 +149,8 @@ class Rewards:
         return torch.tensor([one.weight for one in self._sections])
 
     def total(self, rewards: torch.Tensor) -> torch.Tensor:
-        """The weighted sum ``[N]`` of rewards ``[F, N]``; NaN counts nothing."""
-        return (rewards * self.weights[:, None]).nansum(dim=0)
+        """The weighted sum ``[N]`` of rewards ``[F, N]``; NaN counts nothing, and gives NaN where all are."""
+        return torch.where(rewards.isnan().all(dim=0), torch.nan, (rewards * self.weights[:, None]).nansum(dim=0))
 
 
 async def _all(waiting: Iterable[Awaitable[Any]]) -> list[Any]:

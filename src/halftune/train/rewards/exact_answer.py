@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
 from halftune.config.sections.method import GrpoMethod
 from halftune.config.sections.rewards import RewardFunctionSection
 from halftune.train.rewards import RewardFunction
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+# Commas stand before groups of three digits only: "2,3,5" are three numbers. A minus behind a letter or a digit is a
+# hyphen, and digits behind a letter (H2O) or beside a slash (3/2) are no number.
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+_NUMBER = re.compile(rf"(?<![\w./])(?:(?<![\w)])[-+])?(?:{_DIGITS})(?:[eE][-+]?\d+)?(?![\d/])", re.ASCII)
+_SPACES = re.compile(
+    r"\\[,;:! ]|\{,\}|(?<=\d)[\u202f\u2009\xa0](?=\d{3})"
+)  # between the thousands of LaTeX and of texts
+_MINUS = str.maketrans({"\u2212": "-", "\u2013": "-", "$": " ", "€": " ", "£": " "})
 
 
 def make(section: RewardFunctionSection, method: GrpoMethod) -> RewardFunction:
@@ -18,22 +26,39 @@ def make(section: RewardFunctionSection, method: GrpoMethod) -> RewardFunction:
     return exact_answer
 
 
-def last_number(text: str) -> float | None:
+def _plain(text: str) -> str:
+    """The text with LaTeX's separators left out, one kind of minus, and no signs of money."""
+    thousands = _SPACES.sub(lambda found: "," if found.group() == "{,}" else "", text)
+    return thousands.replace("\\$", "$").translate(_MINUS)
+
+
+def last_number(text: str) -> Decimal | None:
     """The last number of a text; after ``####``, as in GSM8K, if there is one."""
-    found = _NUMBER.findall(text.rpartition("####")[2])
-    return float(found[-1].replace(",", "")) if found else None
+    found = _NUMBER.findall(_plain(text.rpartition("####")[2]))
+    return Decimal(found[-1].replace(",", "")) if found else None
 
 
-def exact_answer(completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float]:
-    """1 for an answer whose last number is that of the column ``answer``; for answers without a number: whose text is.
+def only_number(text: str) -> Decimal | None:
+    """The number that a text is, or that stands alone after ``####``; None for any other text."""
+    given = _plain(text.rpartition("####")[2]).strip()
+    return last_number(given) if _NUMBER.fullmatch(given) else None
+
+
+def exact_answer(completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float | None]:
+    """1 for an answer whose last number is that of the column ``answer``, or whose text is, where that is no number.
+
+    Numbers are compared as decimals, with all their digits. An empty column judges nothing.
 
     Args:
         completions: the model's answers.
         answer: the column ``answer``, or the row's own answer.
     """
-    rewards = []
-    for completion, expected in zip(completions, map(str, answer), strict=True):
-        number = last_number(expected)
-        right = completion.strip() == expected.strip() if number is None else last_number(completion) == number
+    rewards: list[float | None] = []
+    for completion, expected in zip(completions, answer, strict=True):
+        if expected is None or not str(expected).strip():
+            rewards.append(None)
+            continue
+        number = only_number(str(expected))
+        right = completion.strip() == str(expected).strip() if number is None else last_number(completion) == number
         rewards.append(float(right))
     return rewards

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from halftune.config.sections.method import GrpoMethod
 from halftune.core.log import get_logger
 from halftune.data.batch import Batch
 from halftune.data.store import Example, Segment
-from halftune.methods.grpo import ADVANTAGES, DROPPED, SERVED, Grpo, advantages
+from halftune.methods.grpo import ADVANTAGES, DROPPED, SERVED, Grpo, advantages, spread
 from halftune.train.feed import Feed
 from halftune.train.rewards import Rewards, names
 from halftune.train.rollouts.batches import batch_of
@@ -37,7 +38,7 @@ class Group:
         texts: their texts.
         asked: the prompt's text.
         found: ``[G, R]``, of each reward function; NaN: nothing to say.
-        rewards: ``[G]``, their weighted sum.
+        rewards: ``[G]``, their weighted sum; NaN where all have nothing to say.
     """
 
     index: int
@@ -50,8 +51,9 @@ class Group:
 
     @property
     def equal(self) -> bool:
-        """Whether all answers have the same reward, so that nothing is learned from them."""
-        return bool((self.rewards == self.rewards[0]).all())
+        """Whether all judged answers have the same reward, so that nothing is learned from them."""
+        judged = self.rewards[~self.rewards.isnan()]
+        return len(judged) < 2 or bool((judged == judged[0]).all())
 
 
 class GrpoRollouts:
@@ -103,7 +105,10 @@ class GrpoRollouts:
             return batch
         if not feed.evaluation:
             each = zip(first[0].texts, first[0].rewards.tolist(), first[0].answers, strict=True)
-            shown = [{"text": text, "reward": reward, "tokens": len(one.ids)} for text, reward, one in each]
+            shown = [
+                {"text": text, "reward": None if math.isnan(reward) else reward, "tokens": len(one.ids)}
+                for text, reward, one in each
+            ]
             self.shown = {"prompt": first[0].asked, "answers": shown}
         self._watch(first)
         return self._batch(batch, groups, self._measured(first), feed)
@@ -140,15 +145,16 @@ class GrpoRollouts:
         rewards = torch.stack([one.rewards for one in groups])
         answers = [one for group in groups for one in group.answers]
         lengths = torch.tensor([len(one.ids) for one in answers], dtype=torch.float32).view(rewards.shape)
+        _, mean, deviation = spread(rewards)
         columns = {
-            "reward": rewards.mean(dim=1),
-            "reward_std": rewards.std(dim=1),
+            "reward": mean,
+            "reward_std": deviation,
             "equal_rewards": torch.tensor([float(one.equal) for one in groups]),
             "completion_length": lengths.mean(dim=1),
             "truncated": torch.from_numpy(self.sampler.truncated(answers)).float().view(rewards.shape).mean(dim=1),
         }
         if len(self.section.rewards) > 1:
-            each = torch.stack([one.found for one in groups]).nanmean(dim=1).nan_to_num()
+            each = torch.stack([one.found for one in groups]).nanmean(dim=1)
             columns |= {f"reward_{name}": each[:, i] for i, name in enumerate(names(self.section.rewards))}
         return columns
 
@@ -169,6 +175,8 @@ class GrpoRollouts:
         weights = [1.0 if feed.evaluation else self.method.group_weight(count) for count in trained]
         weights = [0.0 if out else weight for weight, out in zip(weights, dropped, strict=True)]
         rewards = torch.stack([one.rewards for one in groups])
+        if feed.evaluation:  # a prompt without a judged answer is no part of the mean
+            weights = [0.0 if bool(one.isnan().all()) else weight for one, weight in zip(rewards, weights, strict=True)]
         columns = {
             ADVANTAGES: advantages(rewards, scale=section.scale_rewards, leave_one_out=section.leave_one_out).flatten(),
             **measured,
