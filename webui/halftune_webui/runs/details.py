@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import stat
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain, islice
