@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import LIMIT
 from transformers import AutoModelForCausalLM
 
 from halftune.config.facts import architecture
@@ -45,7 +46,7 @@ def never(*_args: Any, **_kwargs: Any) -> Any:
 @pytest.mark.slow
 def test_a_process_without_torch_builds_it_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = [sys.executable, "-c", READ.format(raw=LLAMA)]
-    done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stderr
     assert len(list(cache.iterdir())) == 1
     monkeypatch.setattr(architecture, "_built", never)

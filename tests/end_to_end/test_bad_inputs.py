@@ -14,6 +14,7 @@ import pytest
 from bad_inputs.case import RECIPE, ROW, TRAIN, Answer, Case, attempt
 from bad_inputs.page import page
 from bad_inputs.table import CASES
+from patience import LIMIT
 
 HERE = Path(__file__).parent
 CODE = re.compile(r" \[([a-z]+\.[a-z_0-9]+)\]$", re.MULTILINE)
@@ -30,7 +31,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
     here = {case.name: attempt(case) for case in CASES}
     del os.environ["HALFTUNE_BAD_INPUT_RUNS"]
     command = [sys.executable, "-m", "bad_inputs", "quick"]
-    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stderr
     found = {name: Answer(*answer[:3]) for name, answer in json.loads(done.stdout).items()}
     return here | found
@@ -82,7 +83,7 @@ def run(folder: Path, command: str, **variables: str) -> subprocess.CompletedPro
     start = f"halftune() {{ {sys.executable} -c 'from halftune.cli import main; main()' \"$@\"; }}\n"
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables}
     line = ["bash", "-o", "pipefail", "-c", start + command]
-    return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_a_bug_is_one_sentence_and_a_file(writable: bool, tmp_path: Path) -> Non
     variables = {**os.environ, "HALFTUNE_CACHE": str(cache), "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", BROKEN, "plan", "--config", "x.yaml"]
     done = subprocess.run(
-        command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=LIMIT, check=False
     )
     assert done.returncode == 70
     assert "Traceback" not in done.stderr
@@ -133,7 +134,13 @@ def test_a_bug_is_one_sentence_and_a_file(writable: bool, tmp_path: Path) -> Non
     assert "Traceback" in text
     assert "command: -c plan --config x.yaml" in text
     shown = subprocess.run(
-        [*command, "--traceback"], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300, check=False
+        [*command, "--traceback"],
+        cwd=tmp_path,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
     )
     assert shown.returncode == 70
     assert "Traceback" in shown.stderr
