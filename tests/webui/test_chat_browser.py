@@ -89,7 +89,7 @@ def test_nothing_that_is_typed_gets_lost(chat_web_ui: Any, open_page: Callable[.
     assert page.locator(box).input_value() == "not yet"
     page.locator("#chat-both").uncheck()  # of the next question
     page.locator("#chat-stop").click()
-    page.locator("#base p.assistant", has_text="base on on").wait_for()  # the other side's turn
+    page.locator("#base p.assistant", has_text="base on on").wait_for(state="attached")  # the other side's turn
     page.locator("#chat-stop").click()
     idle(page)
     assert page.locator("#trained p.user").count() == 2

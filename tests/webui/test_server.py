@@ -138,7 +138,7 @@ def test_a_web_ui_that_nobody_looks_at_costs_nothing(web_ui: Any) -> None:
         time.sleep(1)
         return (woken() - before) / (time.monotonic() - began)
 
-    until(lambda: idle() < 100, "an idle web UI")  # it may still work on what earlier tests have asked
+    assert any(idle() < 100 for _ in range(30))  # it may still work on what earlier tests have asked
 
 
 def test_files_are_listed_and_taken(web_ui: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,43 @@ def test_form_text_and_plan_follow_each_other(web_ui: Any, open_page: Callable[.
     page.keyboard.press("End")
     page.keyboard.press("Backspace")
     filled(page, "data.max_length", shorter)
+
+
+OPENINGS = int(os.environ.get("HALFTUNE_TEST_OPENINGS", "60"))
+
+
+def test_the_form_is_filled_however_often_the_page_is_opened(web_ui: Any, open_page: Callable[..., Any]) -> None:
+    """In which order the page's parts, its scripts and the first answers come is chance."""
+    for _ in range(OPENINGS):
+        page = opened(open_page, web_ui)
+        assert field(page, "training.output_dir").locator("input").input_value() == "runs/own-data"
+        page.context.close()
+
+
+def test_a_recipe_of_ones_own_is_replaced_only_when_the_reader_says_so(
+    web_ui: Any, open_page: Callable[..., Any]
+) -> None:
+    page, asked = opened(open_page, web_ui), list[str]()
+    pick(page, "quickstart_pretrain.yaml")  # in place of a shipped one: no question
+    written(page, "method: pretrain")
+    field(page, "training.max_steps").locator("input").fill("77")
+    field(page, "training.max_steps").locator("input").press("Tab")
+    written(page, "max_steps: 77")
+    page.wait_for_function("!document.querySelector('#recipes input').value.startsWith('quickstart')")
+    mine = page.locator("#recipes input").input_value()
+
+    def answered(dialog: Any) -> None:
+        asked.append(dialog.message)
+        dialog.accept() if len(asked) > 1 else dialog.dismiss()
+
+    page.on("dialog", answered)
+    pick(page, "own_data.yaml")
+    page.wait_for_function("mine => document.querySelector('#recipes input').value === mine", arg=mine)
+    written(page, "max_steps: 77")
+    pick(page, "own_data.yaml")
+    written(page, "max_steps: 77", there=False)
+    assert len(set(asked)) == 1
+    assert len(asked) == 2
 
 
 def test_problems_stand_beside_their_fields_all_at_once(web_ui: Any, open_page: Callable[..., Any]) -> None:

@@ -45,6 +45,15 @@ def opened_late(open_page: Callable[..., Any], url: str) -> Any:
     return page
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize(("tab", "drawn"), [("chat", "#chat-load"), ("runs", "#run-list .ht-live > *")])
+def test_a_script_that_runs_late_draws_its_tab(
+    web_ui: Any, open_page: Callable[..., Any], tab: str, drawn: str
+) -> None:
+    page = opened_late(open_page, f"{web_ui.url}/#tab={tab}")
+    page.wait_for_selector(drawn)
+
+
 @pytest.mark.slow
 def test_from_an_empty_form_to_an_answer(web_ui: Any, open_page: Callable[..., Any]) -> None:
     rows = [{"prompt": f"Add {n} and 1.", "completion": f"It is {n + 1}."} for n in range(12)]
