@@ -39,7 +39,7 @@ def prove_kernels(plan: Plan, device: torch.device, phase: Callable[[Phase], Non
 
 
 def compile_ahead(config: RunConfig, plan: Plan, device: torch.device, phase: Callable[[Phase], None]) -> None:
-    """Compiles the kernels of linear-attention layers, where there are any, while the device is still empty.
+    """Proves the kernels of dense layers and compiles those of linear-attention layers, while the device is still empty.
 
     Every process does so for its own device: which kernels are right is found there, and Triton's cache, which they
     share, is whole at every moment.
@@ -47,6 +47,7 @@ def compile_ahead(config: RunConfig, plan: Plan, device: torch.device, phase: Ca
     Raises:
         PlanError: a kernel does not run here.
     """
+    prove_kernels(plan, device, phase)
     if plan.attention.linear.value != "halftune":
         return
     from halftune.model.compile_kernels import compile_kernels, kernels_to_compile  # imports the operators

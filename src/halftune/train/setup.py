@@ -38,7 +38,7 @@ from halftune.plan.finalise import Evidence, finalise
 from halftune.precision.report import check_dtypes
 from halftune.train.callbacks.base import Phase
 from halftune.train.checkpoint import first_weights
-from halftune.train.compile_ahead import compile_ahead, prove_kernels
+from halftune.train.compile_ahead import compile_ahead
 from halftune.train.feed import Feed
 from halftune.train.folder import RunFolder
 from halftune.train.numeric_environment import seed_everything, set_rounding
@@ -85,7 +85,6 @@ def build(
         changes = check_same_inputs(inputs, config.training.allow_changes, resume_from)
     plan = finalise(plan, evidence(config, plan, resume_from))
     set_rounding(plan.precision.tf32.value, config.training.deterministic)
-    prove_kernels(plan, accelerator.device, phase)
     compile_ahead(config, plan, accelerator.device, phase)
     teacher = place_teacher(config, plan, accelerator.device, tokenizer, data)
     strategy, model, wrapped = place_model(config, plan, accelerator, tokenizer, data, resume_from)
