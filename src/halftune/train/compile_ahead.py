@@ -39,7 +39,7 @@ def prove_kernels(plan: Plan, device: torch.device, phase: Callable[[Phase], Non
 
 
 def compile_ahead(config: RunConfig, plan: Plan, device: torch.device, phase: Callable[[Phase], None]) -> None:
-    """Proves the kernels of dense layers and compiles those of linear-attention layers, while the device is still empty.
+    """Proves the kernels of dense layers, compiles those of linear-attention layers, while the device is still empty.
 
     Every process does so for its own device: which kernels are right is found there, and Triton's cache, which they
     share, is whole at every moment.
