@@ -6,7 +6,7 @@ import re
 
 # A record of our logger, or a line of a verb or of the launcher; what follows it indented belongs to it.
 _OURS = re.compile(r"[DIWE] |halftune(?: [a-z]+)?: |  |interrupted$")
-_TOLD = re.compile(r"halftune: (?!waiting for )")
+_TOLD = re.compile(r"halftune(?: [a-z]+)?: (?!waiting for )")
 
 
 def foreign(errors: str) -> list[str]:
@@ -15,5 +15,5 @@ def foreign(errors: str) -> list[str]:
 
 
 def told(errors: str) -> list[str]:
-    """Lines in which the launcher says how a run went; without those about machines that it waits for."""
+    """Lines in which a verb or the launcher says how a run ended; without those about whom it waits for."""
     return [line for line in errors.splitlines() if _TOLD.match(line)]

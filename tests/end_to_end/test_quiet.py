@@ -13,6 +13,7 @@ import pytest
 import tiny_images
 from lines import foreign
 from patience import LIMIT
+from ports import port
 
 from halftune.core.optional import UNUSED, version_of
 
@@ -34,9 +35,8 @@ TREE = {
     "training": {"output_dir": "run", "max_steps": 2, "per_device_train_batch_size": 2},
 }
 TRAIN = ["train", "--config", "x.yaml"]
-# What is imported once is silent the second time: each of these has a process of its own. With the packages that it
-# needs; None: another program takes the process's place.
-ALONE: dict[str, tuple[list[list[str]], list[str] | None]] = {
+# What is imported once is silent the second time: each of these has a process of its own. The packages that it needs.
+ALONE: dict[str, tuple[list[list[str]], list[str]]] = {
     "chat": ([["chat", "run", "--prompt", "How wide is bf16?"]], []),
     "export": ([["export", "run", "--output", "merged"]], []),
     "doctor": ([["doctor"], ["doctor", "--config", "x.yaml"]], []),
@@ -49,7 +49,6 @@ ALONE: dict[str, tuple[list[list[str]], list[str] | None]] = {
         ["bitsandbytes"],
     ),
     "torchao": ([[*TRAIN, "training.optim=adamw_torch_8bit", "training.output_dir=torchao"]], ["torchao"]),
-    "processes": ([[*TRAIN, "distributed.num_processes=2", "training.output_dir=two"]], None),
 }
 pytestmark = [
     pytest.mark.slow,
@@ -69,22 +68,27 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def check(folder: Path, verbs: list[list[str]], needed: list[str] | None) -> None:
-    """Verbs end well, import what they need, and no other package prints a line on standard error."""
-    noted = folder / "noted.json"
-    noted.unlink(missing_ok=True)
-    words = [sys.executable, "-c", VERBS, json.dumps(verbs)]
+def run(folder: Path, words: list[str]) -> None:
+    """A process ends well, and no other package has printed a line on standard error."""
     done = subprocess.run(words, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     assert foreign(done.stderr) == []
-    assert noted.exists() is (needed is not None)
-    if needed is not None:
-        assert json.loads(noted.read_text()) == [[0] * len(verbs), needed]
+
+
+def check(folder: Path, verbs: list[list[str]], needed: list[str]) -> None:
+    """The same of verbs, which have imported what they need and no more."""
+    run(folder, [sys.executable, "-c", VERBS, json.dumps(verbs)])
+    assert json.loads((folder / "noted.json").read_text()) == [[0] * len(verbs), needed]
 
 
 @pytest.mark.parametrize("name", ALONE)
 def test_only_halftunes_lines_are_seen(place: Path, name: str) -> None:
     check(place, *ALONE[name])
+
+
+def test_two_processes_are_as_quiet(place: Path) -> None:
+    own = ["distributed.num_processes=2", f"distributed.main_process_port={port()}", "training.output_dir=two"]
+    run(place, [sys.executable, "-m", "halftune", *TRAIN, *own])
 
 
 def test_the_web_ui_starts_and_ends_without_a_word_of_others(place: Path) -> None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from lines import told
+from patience import LIMIT, until
+from ports import port
 from safetensors.torch import load_file
 
 from halftune.core.status import read_status
@@ -30,38 +30,47 @@ STRAY = {
     "fsdp_config": {"fsdp_version": 2},
     "dynamo_config": {"dynamo_backend": "INDUCTOR"},
 }
-# Found by every Python that is started with it, before halftune: from step 8 on, each takes a second, so that whoever
-# watches from outside is in time however busy the machine is.
-SLOWLY = """
+# Found by every Python that is started with it, before halftune. With GATE, the processes of a run wait in step 9 until
+# one of them hears a signal, so that whoever watches from outside is in time however busy the machine is. With HOLD,
+# the main process waits in its report until it is killed.
+WAITING = f"""
 import os
-import sys
-
-sys.modules["bitsandbytes"] = None  # peft imports it, and it torch's compiler: a fifth of the start, for nothing here
 
 if "RANK" in os.environ:
     import time
 
-    from halftune.train import stepper
-    from halftune.train.report.page import Report
+    from halftune.core.optional import quick_imports
 
-    step, end, taken = stepper.start_step, Report.on_end, []
+    with quick_imports():
+        from halftune.train import stepper
+        from halftune.train.interrupt import Interrupts
+        from halftune.train.report.page import Report
 
-    def slowly(run, batches, **options):
+    step, hear, end, taken = stepper.start_step, Interrupts._note, Report.on_end, []
+    gate, hold = os.environ.get("GATE"), os.environ.get("HOLD")
+    latest = time.monotonic() + {LIMIT}
+
+    def stepped(run, batches, **options):
         taken.append(1)
-        watched = "HOLD" not in os.environ and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-        time.sleep(1.0 if len(taken) > 7 and watched else 0.0)
+        first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        while gate and first and len(taken) > 8 and not os.path.exists(gate) and time.monotonic() < latest:
+            time.sleep(0.01)
         return step(run, batches, **options)
 
+    def heard(self, number, frame):
+        if gate:
+            open(gate, "a").close()
+        hear(self, number, frame)
+
     def report(self, run, error):
-        if run.is_main and "HOLD" in os.environ and not os.path.exists(os.environ["HOLD"]):
-            with open(os.environ["HOLD"], "x") as mark:
+        if run.is_main and hold and not os.path.exists(hold):
+            with open(hold, "x") as mark:
                 print(os.getpid(), file=mark, flush=True)
-                time.sleep(600.0)
+                time.sleep({LIMIT})
         end(self, run, error)
 
-    stepper.start_step, Report.on_end = slowly, report
+    stepper.start_step, Interrupts._note, Report.on_end = stepped, heard, report
 """
-LIMIT = 900.0  # seconds in which a whole run of a few seconds has surely ended
 pytestmark = pytest.mark.slow
 
 
@@ -77,30 +86,29 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "adapter": {"type": "lora", "rank": 4, "dropout": 0.1},
         "data": {"train": str(place / "rows.jsonl"), "max_length": 64, "packing": False},
         "training": {"output_dir": "out", "max_steps": 40, "per_device_train_batch_size": 2, "save_steps": 5},
-        "distributed": {"num_processes": 2, "timeout_seconds": 120},
+        "distributed": {"num_processes": 2, "timeout_seconds": LIMIT},
         "logging": {"progress": False},
     }
     (place / "a recipe.yaml").write_text(yaml.safe_dump(tree))
     stray = place / "home" / "accelerate" / "default_config.yaml"
     stray.parent.mkdir(parents=True)
     stray.write_text(yaml.safe_dump(STRAY))
-    (place / "slowly").mkdir()
-    (place / "slowly" / "sitecustomize.py").write_text(SLOWLY)
+    (place / "waiting").mkdir()
+    (place / "waiting" / "sitecustomize.py").write_text(WAITING)
     return place
 
 
-def port() -> str:
-    """A port that nobody listens at, below those from which the system chooses by itself."""
-    while True:
-        number = random.SystemRandom().randrange(20_000, 30_000)  # not the test's own seed: others run beside it
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", number)):
-                return str(number)
+def waiting(place: Path, **variables: str) -> dict[str, str]:
+    """The environment of a run that somebody is going to kill, with GATE or HOLD."""
+    path = os.pathsep.join(filter(None, (str(place / "waiting"), os.environ.get("PYTHONPATH"))))
+    return environment(place) | {"PYTHONPATH": path} | variables
 
 
-def slowly(place: Path) -> dict[str, str]:
-    """The environment of a run that somebody is going to kill."""
-    return environment(place) | {"PYTHONPATH": str(place / "slowly")}
+def gate(place: Path, name: str) -> str:
+    """A closed gate for a run."""
+    path = place / f"{name}.gate"
+    path.unlink(missing_ok=True)
+    return str(path)
 
 
 def environment(place: Path) -> dict[str, str]:
@@ -132,32 +140,30 @@ def steps(folder: Path) -> int:
     return metrics.read_text().count("\n") if metrics.exists() else 0
 
 
-def start(place: Path, name: str, *more: str, **variables: str) -> subprocess.Popen[str]:
+def start(place: Path, name: str, *more: str) -> subprocess.Popen[str]:
     """`train` of a run that somebody is going to end."""
-    words = [*TRAIN, *arguments(place, name, *more)]
-    told = slowly(place) | variables
-    return subprocess.Popen(words, env=told, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    words, variables = [*TRAIN, *arguments(place, name, *more)], waiting(place, GATE=gate(place, name))
+    return subprocess.Popen(words, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
-def until(job: subprocess.Popen[str], there: Callable[[], bool]) -> None:
+def wait_for(job: subprocess.Popen[str], there: Callable[[], bool], what: str) -> None:
     """Waits for something that a job does before it ends."""
-    while not there() and job.poll() is None:
-        time.sleep(0.02)
-    assert job.poll() is None, job.communicate()[1][-3000:]
+    until(lambda: there() or job.poll() is not None, what)
+    assert job.poll() is None, job.communicate(timeout=LIMIT)[1][-3000:]
 
 
-def end(job: subprocess.Popen[str], within: float = LIMIT) -> tuple[int, str]:
+def end(job: subprocess.Popen[str]) -> tuple[int, str]:
     """Exit code and standard error, for as long as a process lives that has it as its own."""
-    _, errors = job.communicate(timeout=within)
+    _, errors = job.communicate(timeout=LIMIT)
     return job.returncode, errors
 
 
 def tell_rank_1(place: Path, name: str, number: signal.Signals, step: int, *more: str) -> tuple[int, str]:
     """Starts `train`, sends one of its processes a signal after a step, waits."""
     job = start(place, name, *more)
-    until(job, lambda: steps(place / name) >= step)
-    children = subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True).stdout.split()
-    victims = [pid for pid in children if "\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_text()]
+    wait_for(job, lambda: steps(place / name) >= step, f"step {step}")
+    found = subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True, timeout=LIMIT)
+    victims = [pid for pid in found.stdout.split() if "\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_text()]
     os.kill(int(victims[0]), number)
     return end(job)
 
@@ -165,14 +171,14 @@ def tell_rank_1(place: Path, name: str, number: signal.Signals, step: int, *more
 @pytest.fixture(scope="module")
 def undisturbed(place: Path) -> Path:
     """By torchrun itself."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port()]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port())]
     run(place, [*torchrun, "-m", "halftune", "train", *arguments(place, "undisturbed")])
     return place / "undisturbed"
 
 
 def by_accelerate(place: Path, name: str) -> None:
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    words = [*launch, "--main_process_port", port(), "-m", "halftune", "train", *arguments(place, name)]
+    words = [*launch, "--main_process_port", str(port()), "-m", "halftune", "train", *arguments(place, name)]
     run(place, words, ACCELERATE_USE_CPU="true")
 
 
@@ -183,22 +189,24 @@ def test_a_job_that_is_ended_in_three_ways_says_which_and_goes_on_by_accelerate(
     # A process is told to end: it is named, and the job is not started again, which is for failures.
     code, said = tell_rank_1(place, name, signal.SIGTERM, 7, "distributed.max_restarts=1")
     assert code == 143, said[-3000:]
-    assert said.count("halftune") == 1 + said.count("halftune: waiting")
-    assert "stopped by SIGTERM to rank 1 on " in said
+    (line,) = told(said)
+    assert "stopped by SIGTERM to rank 1 on " in line
 
     # The launcher is killed: its processes save and end.
     before, job = steps(folder), start(place, name)
-    until(job, lambda: steps(folder) >= before + 2)
+    wait_for(job, lambda: steps(folder) >= before + 2, "two more steps")
     job.kill()
     _, said = end(job)
-    assert said.count("stopped by SIGTERM after step") == 1
+    (line,) = told(said)
+    assert "stopped by SIGTERM after step" in line
     assert not (folder / "final").exists()
 
     # A process is killed: one summary.
     code, said = tell_rank_1(place, name, signal.SIGKILL, steps(folder) + 2)
     assert code == 5
-    assert said.count("halftune: rank 1 on ") == 1
-    assert "was killed by SIGKILL" in said
+    (line,) = told(said)
+    assert line.startswith("halftune: rank 1 on ")
+    assert "was killed by SIGKILL" in line
     assert "Traceback" not in said
     assert "Root Cause" not in said
 
@@ -209,17 +217,18 @@ def test_a_job_that_is_ended_in_three_ways_says_which_and_goes_on_by_accelerate(
 def test_the_main_process_is_killed_while_it_writes_its_report(place: Path, undisturbed: Path) -> None:
     """By the command that `launch` prints, run as it stands by a shell: it is started again."""
     name, mark = "reporting", place / "mark"
-    more = ("distributed.max_restarts=1", f"distributed.timeout_seconds={LIMIT}")
-    ask = [sys.executable, "-m", "halftune", "launch", "--dry-run", *arguments(place, name, *more)]
-    printed = subprocess.run(ask, env=environment(place), capture_output=True, text=True, check=True).stdout
-    words = ["sh", "-c", printed]
-    job = subprocess.Popen(words, env=slowly(place) | {"HOLD": str(mark)}, stderr=subprocess.PIPE, text=True)
-    until(job, lambda: mark.exists() and bool(mark.read_text()))
+    words = arguments(place, name, "distributed.max_restarts=1")
+    ask = [sys.executable, "-m", "halftune", "launch", "--dry-run", *words]
+    done = subprocess.run(ask, env=environment(place), capture_output=True, text=True, check=True, timeout=LIMIT)
+    variables = waiting(place, HOLD=str(mark))
+    job = subprocess.Popen(["sh", "-c", done.stdout], env=variables, stderr=subprocess.PIPE, text=True)
+    wait_for(job, lambda: mark.exists() and mark.read_text().endswith("\n"), "the report is begun")
     os.kill(int(mark.read_text()), signal.SIGKILL)
     code, errors = end(job)
     assert code == 0
-    assert errors.count("was killed by SIGKILL") == errors.count("halftune: ") == 1, errors
-    assert "halftune: rank 0 on " in errors
+    (line,) = told(errors)
+    assert line.startswith("halftune: rank 0 on ")
+    assert "was killed by SIGKILL" in line
     assert (place / name / "finished.json").exists()
     assert (place / name / "report.html").exists()
     status = read_status(place / name / "status.json")
@@ -231,7 +240,8 @@ def test_the_main_process_is_killed_while_it_writes_its_report(place: Path, undi
 def test_two_machines_come_back_by_themselves_and_end_with_the_weights_of_one(place: Path, undisturbed: Path) -> None:
     script = [sys.executable, str(ROOT / "scripts" / "two_machines.py"), "--kill", "7"]
     words = [*script, *arguments(place, "machines", "distributed.max_restarts=1")]
-    done = subprocess.run(words, env=slowly(place), capture_output=True, text=True, timeout=LIMIT)
+    variables = waiting(place, GATE=gate(place, "machines"))
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=LIMIT)
     if done.returncode == 77:
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stderr[-3000:]
