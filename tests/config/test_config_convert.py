@@ -209,11 +209,11 @@ def test_result_is_valid_but_for_files(framework: str) -> None:
 @pytest.mark.parametrize(
     ("framework", "change", "said"),
     [
-        ("LLaMA-Factory", "stage: ppo", "not supported yet"),
-        ("LLaMA-Factory", "finetuning_type: vera", "not supported yet"),
+        ("LLaMA-Factory", "stage: ppo", "not converted"),
+        ("LLaMA-Factory", "finetuning_type: vera", "not converted"),
         ("LLaMA-Factory", "fp16: true", "bf16 is true as well"),
         ("LLaMA-Factory", "dataset: null", "nothing to train on"),
-        ("axolotl", "rl: gdpo", "not supported yet"),
+        ("axolotl", "rl: gdpo", "not converted"),
         ("axolotl", "datasets: []", "no data"),
         ("TRL", "beta: 0.1", "loss_type"),
     ],
@@ -615,7 +615,7 @@ def test_eaft_of_axolotl_does_not_divide_the_entropy() -> None:
     "more",
     ["use_llama_pro: true", "mixture_of_depths: convert", "use_badam: true",
      "new_special_tokens: <x>", "train_mm_proj_only: true", "image_max_pixels: 262144",
-     "adapter_name_or_path: saves/x", "optim: ademamix"],
+     "adapter_name_or_path: [saves/x, saves/y]", "optim: ademamix"],
 )  # fmt: skip
 def test_llamafactory_keys_that_change_what_is_learned(more: str) -> None:
     Path("old.yaml").write_text(LLAMAFACTORY.replace("quantization_bit: 4\n", "") + more + "\n")
@@ -623,6 +623,48 @@ def test_llamafactory_keys_that_change_what_is_learned(more: str) -> None:
     off = more.replace(more.split(": ")[1], "null")
     Path("old.yaml").write_text(LLAMAFACTORY.replace("quantization_bit: 4\n", "") + off + "\n")
     assert convert_file(Path("old.yaml")).status == "approximate"
+
+
+def test_training_goes_on_from_an_adapter() -> None:
+    Path("old.yaml").write_text(LLAMAFACTORY.replace("quantization_bit: 4\n", "") + "adapter_name_or_path: saves/x\n")
+    assert convert_file(Path("old.yaml")).values["adapter"] == {"type": "lora", "name_or_path": "saves/x"}
+    Path("old.yaml").write_text(SAME + "adapter: lora\nlora_r: 8\nlora_model_dir: saves/x\n")
+    adapter = convert_file(Path("old.yaml"), "axolotl").values["adapter"]
+    assert adapter["name_or_path"] == "saves/x"
+    assert not adapter.keys() & {"rank", "alpha", "target_modules"}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "found"),
+    [
+        ("cosine_with_restarts", {"num_cycles": 3}, {"lr_cycles": 3}),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.2}, {"lr_min_ratio": 0.2}),
+        ("cosine_with_min_lr", {"min_lr": 2e-5}, {"lr_min_ratio": 0.2}),
+        ("polynomial", {"power": 2, "lr_end": 1e-5}, {"lr_power": 2, "lr_min_ratio": 0.1}),
+    ],
+)
+def test_options_of_a_schedule(schedule: str, options: dict[str, float], found: dict[str, float]) -> None:
+    lines = [line for line in TRL.split("\n") if not line.startswith(("lr_scheduler_type", "learning_rate"))]
+    more = {"lr_scheduler_type": schedule, "learning_rate": 1e-4, "lr_scheduler_kwargs": options}
+    Path("old.yaml").write_text("\n".join(lines) + yaml.safe_dump(more))
+    converted = convert_file(Path("old.yaml"))
+    training = {key: value for key, value in converted.values["training"].items() if key in found}
+    assert training == pytest.approx(found)
+    kinds = {note.kind for note in converted.notes if note.key.startswith("lr_scheduler_kwargs")}
+    assert kinds == {"translated"}
+    Path("old.yaml").write_text("\n".join(lines) + yaml.safe_dump(more | {"lr_scheduler_kwargs": {"steepness": 1}}))
+    assert [one.key for one in convert_file(Path("old.yaml")).of("refused")] == ["lr_scheduler_kwargs.steepness"]
+
+
+def test_no_refusal_names_what_halftune_has() -> None:
+    """A refusal says 'not supported' of nothing that the schema has."""
+    features = {"lora\\+": "lora_plus_ratio", "pissa": "init", "oft": "block_size", "dpo": "beta", "distill": "teacher"}
+    schema = json.dumps(RunConfig.model_json_schema()).lower()
+    said = [path.read_text() for path in (Path(convert.__file__).parent).rglob("*") if path.suffix in (".py", ".yaml")]
+    for feature, key in features.items():
+        assert f'"{key}"' in schema
+        for text in said:
+            assert not re.search(rf"{feature}\\b[^\n]*not supported", text, re.IGNORECASE), feature
 
 
 def test_muon_keeps_its_name() -> None:

@@ -6,6 +6,7 @@ import re
 
 from halftune.config.convert.draft import Draft
 from halftune.config.convert.formats import listed
+from halftune.config.convert.trainer import continued
 
 LORA = {
     "lora_r": "adapter.rank",
@@ -25,7 +26,7 @@ def adapter(draft: Draft) -> None:
     """
     kind = draft.take("adapter")
     if kind not in (None, "lora", "qlora"):
-        raise draft.refuse("adapter", "not supported yet: halftune has full fine-tuning and LoRA today")
+        raise draft.refuse("adapter", "not converted: lora, qlora and full fine-tuning are")
     if kind is None:
         draft.translated("adapter", "adapter.type", "none")
         keys_of_lora = (*LORA, "lora_target_linear", "lora_target_modules", "lora_target_parameters")
@@ -37,6 +38,8 @@ def adapter(draft: Draft) -> None:
     draft.translated("adapter", "adapter.type", "lora", "its base: load_in_4bit" if kind == "qlora" else "")
     if kind == "qlora":
         draft.left.setdefault("load_in_4bit", True)
+    if continued(draft, "lora_model_dir", (*LORA, "lora_target_linear", "lora_target_modules")):
+        return
     draft.rename(LORA)
     _targets(draft)
     draft.default("adapter.dropout", 0.0, "lora_dropout")

@@ -12,7 +12,7 @@ from halftune.config.convert import audio, images, preference
 from halftune.config.convert.draft import Draft, is_off
 from halftune.config.convert.formats import attention, listed, precision, quantization
 from halftune.config.convert.templates import llamafactory_template
-from halftune.config.convert.trainer import convert_trainer, eval_name, grouping, lora_plus, number, periods
+from halftune.config.convert.trainer import continued, convert_trainer, eval_name, grouping, lora_plus, number, periods
 from halftune.core.files import read_limited
 
 MODEL = {
@@ -55,7 +55,7 @@ def convert(draft: Draft, folder: Path) -> None:
     """
     stage = str(draft.take("stage") or "sft")
     if stage not in (*METHODS, *preference.METHODS):
-        why = "not supported yet: halftune has sft, pt, dpo, kto and rm today"
+        why = "not converted: sft, pt, dpo, kto and rm are"
         raise draft.refuse("stage", why)
     if is_off(draft.left.get("dataset")):
         raise draft.refuse("dataset", "there is nothing to train on: chat and export need no recipe")
@@ -136,7 +136,7 @@ def _loss(draft: Draft) -> None:
 def _adapter(draft: Draft) -> None:
     kind = str(draft.take("finetuning_type") or "lora")
     if kind not in ("lora", "full", "freeze", "oft"):
-        raise draft.refuse("finetuning_type", "not supported yet: halftune has full fine-tuning, LoRA and OFT")
+        raise draft.refuse("finetuning_type", "not converted: full, freeze, lora and oft are")
     draft.translated("finetuning_type", "adapter.type", {"full": "none", "freeze": "none"}.get(kind, kind))
     if kind != "lora":
         draft.drop(dict.fromkeys((*LORA, "lora_target"), f"finetuning_type is {kind}"))
@@ -149,6 +149,8 @@ def _adapter(draft: Draft) -> None:
         return
     if kind == "oft":
         _oft(draft)
+        return
+    if continued(draft, "adapter_name_or_path", (*LORA, "lora_target", "additional_target", "pissa_init")):
         return
     draft.rename(LORA)
     lora_plus(draft)

@@ -37,7 +37,7 @@ FREEZE = ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_m
 PREFERENCE = ("pref_loss", "pref_beta", "pref_ftx", "simpo_gamma", "ld_alpha", "ref_model")
 # The command that starts a config says which method it is for, not the config: only the data can tell.
 _PAIRS = re.compile(r"(^|[_/-])(dpo|pairs?|pref\w*)([_./-]|$)")
-_METHODS = "not supported yet: halftune has supervised fine-tuning today"
+_METHODS = "keys of preference methods are converted from LLaMA-Factory's older configs only; set method here"
 FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt"}
 
 
@@ -89,8 +89,8 @@ def _adapter(draft: Draft) -> None:
     elif kind == "lora" and not continued:
         _lora(draft, peft)
     else:
-        what = "training goes on from no adapter" if continued else "not supported yet"
-        raise draft.refuse("peft_config", f"{kind}: {what}; halftune has full fine-tuning and LoRA today")
+        what = "set adapter.name_or_path to go on from an adapter" if continued else "this type is not converted"
+        raise draft.refuse("peft_config", f"{kind}: {what}")
 
 
 def _lora(draft: Draft, peft: dict[str, Any]) -> None:

@@ -69,7 +69,7 @@ def of_axolotl(draft: Draft) -> str:
         reinforcement.of_axolotl(draft)
         return kind
     if kind not in ("dpo", "ipo", "kto", "simpo", "orpo"):
-        draft.unsupported(("rl",), "reinforcement learning is not supported yet")
+        draft.unsupported(("rl",), "not converted: dpo, ipo, kto, simpo, orpo and grpo are")
         return ""
     if kind == "ipo":
         draft.put("method.loss", kind)

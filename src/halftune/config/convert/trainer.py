@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from halftune.config.convert.draft import Draft, is_off
+from halftune.config.convert.formats import listed
 from halftune.config.convert.names import LOGGERS
 from halftune.config.convert.names import OPTIMIZERS as NAMES
 from halftune.config.facts.families import causal_types
@@ -176,6 +178,48 @@ def scheduler(draft: Draft, key: str) -> None:
         return
     table = {name: name for name in SCHEDULES}
     draft.words(key, ours, table, "cosine", "cosine takes its place")
+    _scheduler_options(draft)
+
+
+# schedule → option of it there → the key here
+_OPTIONS: dict[str, dict[str, str]] = {
+    "cosine_with_min_lr": {"min_lr_rate": "lr_min_ratio", "min_lr": "lr_min_ratio"},
+    "cosine_with_restarts": {"num_cycles": "lr_cycles"},
+    "polynomial": {"power": "lr_power", "lr_end": "lr_min_ratio"},
+    "warmup_stable_decay": {"min_lr_ratio": "lr_min_ratio"},
+}
+
+
+def _scheduler_options(draft: Draft) -> None:
+    """``lr_scheduler_kwargs``: lowest rate, cycles and power; what has no key here is named."""
+    key = "lr_scheduler_kwargs"
+    given = draft.left.get(key)
+    if isinstance(given, str):
+        with suppress(ValueError):
+            given = json.loads(given)
+    if not isinstance(given, dict):
+        return
+    draft.take(key)
+    chosen, peak = draft.get("training.lr_scheduler_type"), number(draft.get("training.learning_rate"))
+    names = _OPTIONS.get(str(chosen), {})
+    for option, value in given.items():
+        where, value, ours = f"{key}.{option}", number(value), names.get(option)
+        if option in ("min_lr", "lr_end"):
+            value = value / peak if value is not None and peak else None
+        if ours is None or value is None:
+            draft.refused(where, f"{chosen} has no such option here" if ours is None else "needs learning_rate")
+        else:
+            draft.translated(where, f"training.{ours}", int(value) if ours == "lr_cycles" else value)
+
+
+def continued(draft: Draft, key: str, own: Iterable[str]) -> bool:
+    """Training that goes on from one adapter, whose config holds the settings ``own``; whether there is one."""
+    start = listed(draft.left.get(key) or [])
+    if len(start) != 1 or draft.left.get("create_new_adapter"):
+        return False
+    draft.translated(key, "adapter.name_or_path", start[0])
+    draft.drop(dict.fromkeys(own, "the adapter's own config sets it"))
+    return True
 
 
 def lora_plus(draft: Draft) -> None:
