@@ -189,6 +189,7 @@ def test_every_weight_decays_on_request(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["adamw_8bit", "adamw_torch_8bit"])
 def test_8bit_adamw_follows_adamw(name: str) -> None:
+    check_installed(name)
     start, target = torch.randn(64, 64), torch.randn(64, 64)
     ours, plain = (after_20_steps(partial(built, name=optim), start, target) for optim in (name, "adamw"))
     assert 0 < (ours - plain).norm() < 0.05 * (plain - start).norm()
@@ -196,6 +197,7 @@ def test_8bit_adamw_follows_adamw(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "kind"), [("adamw_torch_8bit", "AdamW8bit"), ("adamw_torch_4bit", "AdamW4bit")])
 def test_it_is_torchaos(name: str, kind: str) -> None:
+    check_installed(name)
     start, target = torch.randn(64, 64), torch.randn(64, 64)
     with torch.compiler.set_stance("force_eager"):
         build = partial(torchao_kind(kind), lr=1e-2, weight_decay=0.1)

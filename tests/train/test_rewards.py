@@ -214,7 +214,8 @@ def test_programs_do_not_read_the_users_files(tmp_path: Path) -> None:
         pytest.skip("this system has no Landlock")
     (tmp_path / "key").write_text("secret")
     tries = [f"open({str(tmp_path / 'key')!r}).read()", f"os.listdir({str(tmp_path)!r})", f"os.listdir({str(ROOT)!r})"]
-    tries += [f"os.listdir({str(Path.home())!r})", "open('/etc/passwd').read()"]
+    tries += [f"os.listdir({str(one)!r})" for one in (Path.home(),) if one.is_dir()]
+    tries += ["open('/etc/passwd').read()"]
     code = "import os, ssl, decimal, json, zoneinfo, numpy\n"
     code += "".join(f"try:\n    print({one})\nexcept PermissionError:\n    pass\n" for one in tries)
     assert run_python(
