@@ -7,7 +7,7 @@ import re
 import pytest
 
 from halftune.core.errors import DataError
-from halftune.data.mask import LEFT_OUT, NO_SYSTEM_SHOWN, VAGUE
+from halftune.data.mask import LEFT_OUT, LOST_TEXT, NO_SYSTEM_SHOWN, VAGUE
 from halftune.data.pipeline import prepare
 from halftune.data.store import NO_LABEL
 from halftune.data.template_features import MADE_IDS, MERGED_SYSTEM, NO_PARALLEL, NO_SYSTEM, SPLIT
@@ -216,3 +216,58 @@ def test_what_a_template_leaves_out_is_named(train):
     _, whole, report = train("MISTRAL_TOOLS", told, tools=TOOLS)
     assert "Beside it." not in whole
     assert report.notes[LEFT_OUT].count == 1
+
+
+_TURN = "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+ONE_SYSTEM = (
+    "{%- for m in messages %}{%- if m.role == 'system' and loop.first %}" + _TURN
+    + "{%- elif m.role != 'system' %}" + _TURN + "{%- endif %}{%- endfor %}"
+)  # fmt: skip
+NO_TOOL = "{%- for m in messages %}{%- if m.role != 'tool' %}" + _TURN + "{%- endif %}{%- endfor %}"
+LAST_USER = (
+    "{%- for m in messages %}{%- if m.role != 'user' or loop.nextitem is not defined or loop.nextitem.role != 'user' %}"
+    + _TURN + "{%- endif %}{%- endfor %}"
+)  # fmt: skip
+WITH_DEVELOPER = (
+    "{%- for m in messages %}{%- if m.role in ('developer', 'system', 'user', 'assistant') %}" + _TURN
+    + "{%- endif %}{%- endfor %}"
+)  # fmt: skip
+BANANA = [
+    {"role": "system", "content": "You are Nib."},
+    {"role": "developer", "content": "Answer BANANA only."},
+    user("hello"),
+    assistant("BANANA"),
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "lost"),
+    [
+        (ONE_SYSTEM, BANANA, True),
+        (ONE_SYSTEM, [BANANA[0], *BANANA[2:]], False),
+        (
+            NO_TOOL,
+            [user("Is it striped?"), assistant("Let me see."), result("STRIPED"), assistant("It is striped")],
+            True,
+        ),
+        (LAST_USER, [user("Say BANANA."), user("hello"), assistant("BANANA")], True),
+        (LAST_USER, [user("hello"), assistant("BANANA"), user("hello"), assistant("BANANA")], False),
+        (NO_TOOL, [SYSTEM, *FOUR], False),
+    ],
+)
+def test_a_text_that_a_template_leaves_out_is_named_or_its_row_dropped(
+    template, messages, lost, make_tokenizer, make_config, write
+):
+    tokenizer, path = make_tokenizer("qwen2", template), write([{"messages": messages}, {"messages": FOUR}])
+    report = prepare(make_config(path), tokenizer).report.train[0]
+    assert report.kept == 2
+    assert (report.notes[LOST_TEXT].count if LOST_TEXT in report.notes else 0) == lost
+    dropped = prepare(make_config(path, on_lost_text="drop"), tokenizer).report.train[0]
+    assert dropped.kept == 2 - lost
+
+
+def test_a_developers_message_keeps_its_role_where_the_template_names_it(make_tokenizer, make_config, write):
+    for template, role in ((WITH_DEVELOPER, "developer"), (NO_TOOL, "system")):
+        tokenizer = make_tokenizer("qwen2", template)
+        sample = prepare(make_config(write([{"messages": BANANA}])), tokenizer).train.example(0).segments[0]
+        assert f"<|im_start|>{role}\nAnswer BANANA only.<|im_end|>" in tokenizer.decode(sample.input_ids)

@@ -93,7 +93,8 @@ class ChatTemplate:
         self._plain: Template | None = None  # for plain messages without tools
         try:
             self.features = probe_features(
-                lambda features, messages, tools: self._render(messages, tools, features=features)
+                lambda features, messages, tools: self._render(messages, tools, features=features),
+                names_developer="developer" in self.source(None),
             )
             self.control = ControlTokens(special_tokens(tokenizer, self._frame()))
             self.has_generation = bool(_GENERATION.search(self.source(None)))

@@ -139,6 +139,19 @@ def text_spans(other: str, replaced: Messages) -> list[TextSpan]:
     return found
 
 
+def shown_messages(template: ChatTemplate, messages: Messages, tools: Any, whole: str) -> set[int] | None:
+    """Indices of the messages of which a rendering shows a text; None if placeholders cannot tell.
+
+    Args:
+        template: the chat template.
+        messages: marked messages.
+        tools: marked tools.
+        whole: the rendering of both.
+    """
+    other = render_placeholders(template, with_placeholders(template, messages), tools, whole)
+    return None if other is None else {message_of(one) for one in set(PLACEHOLDER.findall(other))}
+
+
 def text_ranges(template: ChatTemplate, messages: Messages, tools: Any, whole: str) -> dict[int, tuple[int, int]]:
     """Character ranges of non-assistant texts by message index, for texts that are rendered unchanged.
 

@@ -23,6 +23,7 @@ class Settings:
         max_length, overlong: as ``data.max_length`` (in tokens) and ``data.overlong``.
         system, merge_system: as in ``data``.
         drop_system: as in the source.
+        on_lost_text: as in ``data``.
         template_variables: further variables of the chat template.
         day: ISO date in the chat template; None if the template prints no date.
         train_line_break, group: as ``method.train_line_break`` and ``method.rows``.
@@ -39,6 +40,7 @@ class Settings:
     template_variables: dict[str, Any] = field(default_factory=dict)
     day: str | None = None
     drop_system: bool = False
+    on_lost_text: str = "warn"
     train_line_break: bool = False
     label_ends: tuple[str, ...] | None = None
     group: int = 1
@@ -67,6 +69,7 @@ def settings_of(config: RunConfig, day: str | None) -> Settings:
         overlong=config.data.overlong,
         system=config.data.system,
         merge_system=config.data.merge_system,
+        on_lost_text=config.data.on_lost_text,
         template_variables=dict(config.model.chat_template_kwargs),
         day=day,
         group=config.method.rows,

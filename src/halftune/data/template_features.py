@@ -18,6 +18,7 @@ NO_PARALLEL = "the chat template supports one tool call per turn; parallel tool 
 MADE_IDS = "generated tool call ids (the chat template requires them)"
 MERGED_SYSTEM = "system message merged into the first user message"
 NO_SYSTEM = "the chat template does not support system messages"
+DEVELOPER = "developer"  # key of a system message whose role is developer in the row
 _LETTERS = string.ascii_letters + string.digits
 _LONG = "call_Zq8halftuneZq8"  # the length of OpenAI's ids
 _SHORT = "Zq8idZq80"
@@ -53,6 +54,7 @@ class TemplateFeatures:
         one_call: at most one tool call per turn.
         system: whether system messages are rendered.
         system_rejected: whether system messages are rejected.
+        developer: whether the template names the role ``developer`` and shows such a message.
     """
 
     content_parts: bool = False
@@ -63,10 +65,13 @@ class TemplateFeatures:
     one_call: bool = False
     system: bool = True
     system_rejected: bool = False
+    developer: bool = False
 
     def of_message(self, message: Message) -> dict[str, Any]:
         """The message with the keys and types that the template expects."""
         made = dict(message)
+        if made.pop(DEVELOPER, False) and self.developer:
+            made["role"] = "developer"
         if self.reasoning is not None and "reasoning_content" in made:
             made[self.reasoning] = made.pop("reasoning_content")
         if self.content_parts:
@@ -92,11 +97,14 @@ class TemplateFeatures:
         return _one_call_a_turn(made) if self.one_call else made
 
 
-def probe_features(render: Callable[[TemplateFeatures, Sequence[Message], Any], str]) -> TemplateFeatures:
+def probe_features(
+    render: Callable[[TemplateFeatures, Sequence[Message], Any], str], *, names_developer: bool = False
+) -> TemplateFeatures:
     """Detect a template's features by probing.
 
     Args:
         render: renders messages and tools for given features. Raises RowDropped if the template rejects them.
+        names_developer: whether the template's source has the word ``developer``.
     """
 
     def shows(features: TemplateFeatures, messages: Sequence[Message], *texts: str, tools: Any = None) -> bool:
@@ -112,6 +120,10 @@ def probe_features(render: Callable[[TemplateFeatures, Sequence[Message], Any], 
     ordered = [{"role": "system", "content": _SYSTEM}, *turn]
     if shows(features, turn) and not shows(features, ordered, _SYSTEM):
         features = replace(features, system=False, system_rejected=not shows(features, ordered))
+    instructed = [{"role": "system", "content": _SYSTEM, DEVELOPER: True}, *turn]
+    known = replace(features, developer=True)
+    if names_developer and shows(known, instructed, _SYSTEM):
+        features = known
     return _of_reasoning(_of_tools(features, shows), shows)
 
 

@@ -138,6 +138,10 @@ class DataSection(Section):
     """If the chat template does not support system messages (Gemma 1 and 2), prepend it to the first user message.
     Otherwise such rows, or their system messages, are dropped, depending on the template."""
 
+    on_lost_text: Literal["warn", "drop"] = "warn"
+    """What becomes of a row whose chat template omits the text of a message other than an answer, such as a second
+    system message: it is trained and reported, or dropped."""
+
     images: Flag = False
     """Train on the images of rows, with the frozen towers of a multimodal model. Without it, rows with images are
     dropped."""

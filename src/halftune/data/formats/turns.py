@@ -10,6 +10,7 @@ from typing import Any
 from halftune.core.table import did_you_mean
 from halftune.data.conversation import Conversation, RowDropped, RowError
 from halftune.data.formats import fields
+from halftune.data.template_features import DEVELOPER
 
 ROLES = {
     "system": "system",
@@ -112,20 +113,26 @@ def _plain(turn: Any) -> dict[str, Any] | None:
     role, content = (turn["role"], turn.get("content")) if "role" in turn else (turn.get("from"), turn.get("value"))
     if type(role) is not str or type(content) is not str or role not in ROLES or ROLES[role] == "function_call":
         return None
-    return {"role": ROLES[role], "content": content}
+    return _with_role(role, {"content": content})
 
 
 def _message(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
     role, content = _role(turn, where), turn.get(_keys(turn)[1])
     if role == "function_call":
         return {"role": "assistant", "content": "", "tool_calls": calls(content, where)}
-    message: dict[str, Any] = {"role": role, **_content(content, where)}
+    message = _with_role(turn[_keys(turn)[0]], _content(content, where))
     if called := turn.get("tool_calls") or turn.get("function_call"):  # the second is OpenAI's earlier name
         message["tool_calls"] = calls(called, where)
     texts = {key: value for key, value in turn.items() if isinstance(value, str)}
     if reasoning := next(filter(None, map(texts.get, REASONING)), ""):
         message["reasoning_content"] = reasoning
     return message | {key: texts[key] for key in ("name", "tool_call_id") if key in texts}
+
+
+def _with_role(given: str, message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its role; one of a developer counts as a system message, and keeps a mark."""
+    mark = {DEVELOPER: True} if given == "developer" else {}
+    return {"role": ROLES[given], **message, **mark}
 
 
 def _keys(turn: Mapping[str, Any]) -> tuple[str, str]:
