@@ -105,7 +105,9 @@ def test_a_recipe_of_the_browser_goes_by_its_own_name(tmp_path: Path, monkeypatc
         "print(json.dumps({'where': sys.argv[3]}))\nsys.exit('bad' in sys.argv)\n"
     )
     monkeypatch.setattr(ask, "HALFTUNE", (sys.executable, str(script)))
-    with ask.recipe_file(tmp_path, "model: 3") as file:
+    folder = tmp_path / "Größe 1"
+    folder.mkdir()
+    with ask.recipe_file(folder, "model: 3") as file:
         assert Asks().ask("page", "doctor", recipe=file) == {"where": "recipe.yaml"}
         with pytest.raises(HalftuneError, match=r"^recipe\.yaml:3: too small$"):
             Asks().ask("page", "data", "bad", recipe=file)

@@ -75,7 +75,8 @@ class Asks:
 
 def _answer(verb: str, code: int, answered: str, said: str, good: Sequence[int], recipe: Path | None) -> dict[str, Any]:
     if recipe is not None:
-        said, answered = (text.replace(str(recipe), LABEL) for text in (said, answered))
+        escaped = json.dumps(str(recipe))[1:-1]  # as a path with letters beyond ASCII stands in JSON
+        said, answered = (text.replace(str(recipe), LABEL).replace(escaped, LABEL) for text in (said, answered))
     answer = _object(answered)
     if code not in good and answer is not None and "error" in answer:
         problems = answer["error"]["problems"]
