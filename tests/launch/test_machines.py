@@ -170,7 +170,7 @@ def test_machines_meet_and_a_number_is_taken_once(monkeypatch: pytest.MonkeyPatc
     over = partial(setattr, clock, "now", 2 * LIMIT)  # for the others, once one of the three has been refused
     ends = together(first, replace(first, rank=1), replace(first, rank=1), refused=over)
     assert sum("duplicate machine_rank 1" in str(one) for one in ends) == 1
-    assert sum("machine 2 missed" in str(one) or "exited" in str(one) for one in ends) == 2
+    assert sum("2 missed" in str(one) or "exited" in str(one) for one in ends) == 2
 
 
 def test_a_machine_that_does_not_come_back_is_named(
