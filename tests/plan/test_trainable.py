@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 from tiny_model import plan
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from halftune.config.facts.model import ModelFacts, facts_from_config
-from halftune.config.sections.model import LoraAdapter, NoAdapter
+from halftune.config.sections.model import AdapterSection, LoraAdapter, NoAdapter
 from halftune.core.errors import ConfigError, PlanError
 from halftune.model.adapters import attach_adapter
 from halftune.plan import trainable
@@ -60,6 +61,61 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 
+TYPES: dict[str, dict[str, Any]] = {
+    "lora": {"rank": 3},
+    "dora": {"type": "lora", "rank": 3, "use_dora": True},
+    "oft": {"block_size": 8},
+    "vera": {"rank": 8},
+    "ia3": {},
+    "loha": {"rank": 3},
+    "lokr": {"rank": 3},
+}
+GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_inner": 96, "n_layer": 2, "n_head": 4, "vocab_size": 300}
+ON_CONV1D = {"lora", "dora", "vera", "ia3"}
+# A kind of target → the model, the targets, and the types that can be there; others are refused by the plan.
+KINDS: dict[str, tuple[dict[str, Any], Any, set[str]]] = {
+    "linear": ({**SMALL, "model_type": "llama"}, ["q_proj", "down_proj"], {*TYPES}),
+    "all-linear": ({**SMALL, "model_type": "llama"}, "all-linear", {*TYPES}),
+    "Conv1D": (GPT2, ["c_attn", "mlp.c_proj"], ON_CONV1D),
+    "all-linear of Conv1D": (GPT2, "all-linear", ON_CONV1D),
+    "an expression of Conv1D": (GPT2, r".*\.c_(attn|fc)", ON_CONV1D),
+    "embedding": ({**SMALL, "model_type": "llama"}, ["q_proj", "embed_tokens"], {"lora", "dora"}),
+    "embedding alone": ({**SMALL, "model_type": "llama"}, ["embed_tokens"], {"lora", "dora"}),
+    "head": ({**SMALL, "model_type": "llama"}, ["q_proj", "lm_head"], {*TYPES}),
+    "tied embedding": ({**SMALL, **MODELS["qwen2, tied"]}, ["q_proj", "embed_tokens"], set()),
+    "tied head": ({**SMALL, **MODELS["qwen2, tied"]}, ["q_proj", "lm_head"], set()),
+    "router": ({**SMALL, **MODELS["qwen2_moe"]}, ["q_proj", "shared_expert_gate"], {*TYPES}),
+}
+
+
+def made_of(kind: str, type_name: str) -> tuple[dict[str, Any], Any]:
+    raw, targets, _ = KINDS[kind]
+    given = {"type": type_name, **TYPES[type_name], "target_modules": targets}
+    if type_name == "ia3":
+        given["feedforward_modules"] = ["down_proj", "mlp.c_proj"]
+    return raw, TypeAdapter(AdapterSection).validate_python(given)
+
+
+def refused_by_plan(facts: ModelFacts, adapter: Any) -> None:
+    with pytest.raises(PlanError) as refused:
+        count_trainable(facts, adapter)
+    assert refused.value.code in ("plan.adapter_unavailable", "config.bad_target_modules")
+
+
+@pytest.mark.parametrize("type_name", TYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_plan_counts_what_each_type_trains_on_each_kind_of_layer(kind: str, type_name: str) -> None:
+    raw, adapter = made_of(kind, type_name)
+    facts = facts_from_config(raw, "here")
+    if type_name not in KINDS[kind][2]:
+        refused_by_plan(facts, adapter)
+        return
+    adapted = attach_adapter(AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw)), adapter, plan(), 0)
+    built = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
+    counted = count_trainable(facts, adapter)
+    assert counted.count.value == counted.adapter == built > 0
+
+
 def facts_of(name: str) -> ModelFacts:
     return facts_from_config({**SMALL, **MODELS[name]}, "here")
 
@@ -68,6 +124,9 @@ def facts_of(name: str) -> ModelFacts:
 @pytest.mark.parametrize("model_name", MODELS)
 def test_lora_counts_are_those_of_the_adapter_that_is_made(model_name: str, adapter_name: str) -> None:
     adapter, facts = LoraAdapter.model_validate(ADAPTERS[adapter_name]), facts_of(model_name)
+    if (model_name, adapter_name) == ("qwen2, tied", "embedding adapted"):
+        refused_by_plan(facts, adapter)
+        return
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**SMALL, **MODELS[model_name]}))
     if adapter_name == "dora" and model_name in DORA_IS_REFUSED:
         with pytest.raises(PlanError, match=r"DoRA on down_proj, gate_proj, up_proj .*target_modules: \[.*q_proj"):

@@ -204,7 +204,9 @@ def weight_bytes(facts: ModelFacts, quantization: str | None, storage: int) -> i
     if quantised is None:
         return facts.num_parameters * storage
     tensors = facts.likely_tensors
-    linear = sum(one.size * one.count for one in tensors if one.kind == "linear" and one.module != "lm_head")
+    linear = sum(
+        one.size * one.count for one in tensors if one.kind in ("linear", "conv1d") and one.module != "lm_head"
+    )
     linear += experts_size(facts) if facts.quantized_experts else 0
     linear = linear * facts.num_parameters // sum(one.size * one.count for one in tensors)
     return round(linear * quantised) + (facts.num_parameters - linear) * storage

@@ -38,7 +38,7 @@ def tower_activations(facts: ModelFacts, tokens: int, compute: int, *, trained: 
     """
     vision = [one for one in facts.tower_tensors if part_of(one.name) != "audio"]
     layers = max((len(one.layers) for one in vision), default=0)
-    blocks = [one for one in vision if one.kind == "linear" and len(one.layers) == layers > 0]
+    blocks = [one for one in vision if one.kind in ("linear", "conv1d") and len(one.layers) == layers > 0]
     if not blocks:
         return 0
     patches = tokens * patches_per_token(facts)

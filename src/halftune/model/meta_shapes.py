@@ -96,7 +96,9 @@ def _kinds(model: PreTrainedModel) -> dict[str, str]:
     modules = list(model.named_modules())
     linear, routers, refused = linear_layers(model)
     tables = {f"{name}.weight": "embedding" for name, module in modules if isinstance(module, nn.Embedding)}
-    adapted = {f"{name}.weight": "router" if name in routers | refused else "linear" for name in linear}
+    conv1d = {name for name, module in modules if isinstance(module, Conv1D)}
+    plain = {name: "conv1d" if name in conv1d else "linear" for name in linear}
+    adapted = {f"{name}.weight": "router" if name in routers | refused else plain[name] for name in linear}
     head = model.get_output_embeddings()
     return {f"{name}.weight": "head" for name, module in modules if module is head} | tables | adapted
 

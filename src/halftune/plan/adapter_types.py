@@ -6,7 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from halftune.config.facts.architecture import TensorKind
+
 Shape = tuple[int, ...]
+LINEAR: tuple[TensorKind, ...] = ("linear", "router", "head")
+WITH_CONV1D: tuple[TensorKind, ...] = (*LINEAR, "conv1d")
+BY_LORA: tuple[TensorKind, ...] = (*WITH_CONV1D, "embedding")
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,7 @@ class AdapterSpec:
         shapes: (section, outputs, inputs, name of the module) → shapes of the trained tensors of one linear layer.
         title: its name and settings, with keys of the section in braces.
         fixed: further options of peft.
+        wraps: kinds of weights that peft can adapt so, as in ``Tensor.kind``.
     """
 
     config: str
@@ -26,6 +32,7 @@ class AdapterSpec:
     shapes: Callable[[Any, int, int, str], tuple[Shape, ...]]
     title: str
     fixed: Mapping[str, Any]
+    wraps: tuple[TensorKind, ...] = LINEAR
 
 
 def _oft(section: Any, rows: int, columns: int, module: str) -> tuple[Shape, ...]:
@@ -69,8 +76,8 @@ def _factors(size: int, factor: int) -> tuple[int, int]:
 
 ADAPTER_TYPES: dict[str, AdapterSpec] = {
     "oft": AdapterSpec("OFTConfig", {"block_size": "oft_block_size"}, _oft, "OFT in blocks of {block_size}", {"r": 0}),
-    "vera": AdapterSpec("VeraConfig", {"rank": "r"}, _vera, "VeRA of rank {rank}", {}),
-    "ia3": AdapterSpec("IA3Config", {}, _ia3, "IA3", {}),
+    "vera": AdapterSpec("VeraConfig", {"rank": "r"}, _vera, "VeRA of rank {rank}", {}, WITH_CONV1D),
+    "ia3": AdapterSpec("IA3Config", {}, _ia3, "IA3", {}, WITH_CONV1D),
     "loha": AdapterSpec("LoHaConfig", {"rank": "r", "alpha": "alpha"}, _loha, "LoHa of rank {rank}", {}),
     "lokr": AdapterSpec(
         "LoKrConfig",

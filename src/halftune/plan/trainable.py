@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from halftune.config.facts.architecture import Tensor
+from halftune.config.facts.architecture import Tensor, TensorKind
 from halftune.config.facts.model import ModelFacts
 from halftune.config.optimizers import OPTIMIZERS, Optim, OptimizerSpec
 from halftune.config.run import RunConfig
@@ -18,6 +18,7 @@ from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
 from halftune.core.table import did_you_mean
 from halftune.hardware import Kind
+from halftune.plan.adapter_types import BY_LORA
 
 if TYPE_CHECKING:
     from halftune.plan.adapter_types import AdapterSpec
@@ -107,6 +108,7 @@ def count_trainable(facts: ModelFacts, adapter: AdapterSection) -> Adapted:
     touched = _touched(tensors, adapter)
     if facts.tensors:
         _check_targets(tensors, adapter, found=bool(touched or _expert_names(adapter)))
+        _check_tied(facts, adapter, touched)
         _check_saved(facts, adapter)
         _check_dora(facts, adapter, sorted({tensor.module.rpartition(".")[2] for tensor in touched}))
     updates = [
@@ -206,10 +208,10 @@ def _touched(tensors: Iterable[Tensor], adapter: LoraAdapter | PeftAdapter) -> d
 def _targets(tensor: Tensor, adapter: LoraAdapter | PeftAdapter) -> list[str]:
     """Names of the modules that get an update, as peft matches them."""
     target = adapter.target_modules
-    if tensor.kind == "parameter":
+    if tensor.kind not in wraps(adapter):
         return []
     if target == "all-linear":
-        return list(tensor.modules()) if tensor.kind == "linear" else []
+        return list(tensor.modules()) if tensor.kind in ("linear", "conv1d") else []
     if isinstance(target, str):
         try:
             return [name for name in tensor.modules() if re.fullmatch(target, name)]
@@ -222,6 +224,11 @@ def _targets(tensor: Tensor, adapter: LoraAdapter | PeftAdapter) -> list[str]:
                 code="config.bad_target_modules",
             ) from error
     return [name for name in tensor.modules() if _ends_with(name, target)]
+
+
+def wraps(adapter: LoraAdapter | PeftAdapter) -> tuple[TensorKind, ...]:
+    """Kinds of weights that an adapter can be on."""
+    return BY_LORA if isinstance(adapter, LoraAdapter) else spec_of(adapter).wraps
 
 
 def _matching(tensor: Tensor, modules: tuple[str, ...]) -> int:
@@ -265,20 +272,47 @@ def _saves_embedding(tensors: tuple[Tensor, ...], adapter: LoraAdapter | PeftAda
     return any(tensor.kind == "embedding" and _matching(tensor, adapter.modules_to_save) for tensor in tensors)
 
 
-def _check_names(names: tuple[str, ...], modules: list[str], known: list[str]) -> None:
+def _check_names(
+    names: tuple[str, ...], tensors: Iterable[Tensor], adapter: LoraAdapter | PeftAdapter, known: list[str]
+) -> None:
+    """Refuse a name that matches nothing, or only layers that this type of adapter cannot be on."""
     for name in names:
-        if not any(_ends_with(module, (name,)) for module in modules):
+        matched = [one for one in tensors if any(_ends_with(module, (name,)) for module in one.modules())]
+        if not matched:
             what, remedy = f"no linear layer is named {name!r}", did_you_mean(name, known)
             raise PlanError(what, where="adapter.target_modules", remedy=remedy, code="config.bad_target_modules")
+        if not any(one.kind in wraps(adapter) for one in matched):
+            raise _not_on(adapter, matched[0], name)
+
+
+_LAYERS = {"conv1d": "Conv1D layers", "embedding": "embeddings"}
+
+
+def _not_on(adapter: LoraAdapter | PeftAdapter, tensor: Tensor, name: str) -> PlanError:
+    what = f"adapter: {adapter.type} does not support {_LAYERS.get(tensor.kind, tensor.kind)} ({name})"
+    remedy = "use adapter: lora" if tensor.kind in BY_LORA else "remove it from adapter.target_modules"
+    return PlanError(what, where="adapter.target_modules", remedy=remedy, code="plan.adapter_unavailable")
+
+
+def _check_tied(facts: ModelFacts, adapter: LoraAdapter | PeftAdapter, touched: Iterable[Tensor]) -> None:
+    """Refuse an update of one of two modules that share a weight: merged, it would move the other one, too."""
+    shared = [one for one in touched if one.kind in ("embedding", "head") and one.shape[0] == facts.vocab_size]
+    if facts.tie_word_embeddings and shared:
+        name = shared[0].module.rpartition(".")[2]
+        what = f"adapter: {adapter.type} on {name}, whose weight the output layer shares: it could not be merged"
+        remedy = "train it in full (adapter.modules_to_save: [embed_tokens]), or leave it out of adapter.target_modules"
+        raise PlanError(what, where="adapter.target_modules", remedy=remedy, code="plan.adapter_unavailable")
 
 
 def _check_targets(tensors: tuple[Tensor, ...], adapter: LoraAdapter | PeftAdapter, *, found: bool) -> None:
     """Names that match no module are mistakes: peft would say so only after the weights are loaded."""
-    modules = [module for tensor in tensors if tensor.kind != "parameter" for module in tensor.modules()]
-    known = sorted({module.rpartition(".")[2] for module in modules})
+    layers = [tensor for tensor in tensors if tensor.kind != "parameter"]
+    known = sorted({one.module.rpartition(".")[2] for one in layers if one.kind in wraps(adapter)})
     targets, where = adapter.target_modules, "adapter.target_modules"
     if isinstance(targets, tuple):
-        _check_names(targets, modules, known)
+        _check_names(targets, layers, adapter, known)
+    if not found and targets == "all-linear" and (other := [one for one in layers if one.kind == "conv1d"]):
+        raise _not_on(adapter, other[0], other[0].module.rpartition(".")[2])
     if not found:
         remedy = f"the model's linear layers: {', '.join(known)}; a regular expression must match a whole name"
         if targets in known:

@@ -80,10 +80,10 @@ def _named(tensors: Sequence[Tensor]) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 log = get_logger(__name__)
 
-TensorKind = Literal["linear", "router", "head", "embedding", "parameter"]
+TensorKind = Literal["linear", "conv1d", "router", "head", "embedding", "parameter"]
 BUILDER = "halftune.model.meta_shapes"
 TIME_LIMIT = 300.0  # seconds; importing torch the first time takes a minute on a slow disk
-FORMAT = 2  # version of cached answers
+FORMAT = 3  # version of cached answers
 # More than any model has; building layers takes time even on the meta device.
 MOST_LAYERS = 2000
 
@@ -96,9 +96,9 @@ class Tensor:
         name: full parameter name, with ``*`` for the layer index.
         shape: torch's shape, ``[out, in]`` for a linear layer.
         layers: indices of the layers that have it; empty for a tensor outside the layers.
-        kind: ``linear`` for the weight of an ``nn.Linear`` (or transformers' ``Conv1D``), which an adapter can wrap;
-            ``router`` for one that ``all-linear`` excludes; ``head`` for that of the output layer; ``embedding`` for
-            a look-up table; ``parameter`` for all else (norms, biases, fused experts).
+        kind: ``linear`` for the weight of an ``nn.Linear``, ``conv1d`` for that of transformers' ``Conv1D``, which
+            adapters can wrap; ``router`` for one that ``all-linear`` excludes; ``head`` for that of the output layer;
+            ``embedding`` for a look-up table; ``parameter`` for all else (norms, biases, fused experts).
     """
 
     name: str

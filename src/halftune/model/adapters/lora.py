@@ -13,6 +13,7 @@ from peft.tuners.lora import LoraLayer
 from peft.utils.constants import EMBEDDING_LAYER_NAMES
 from peft.utils.integrations import dequantize_module_weight
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from halftune.config.sections.model import LoraAdapter, PeftAdapter
 from halftune.core.errors import ConfigError
@@ -23,6 +24,7 @@ from halftune.model.architectures import ignore_peft_warnings
 from halftune.model.towers import towers_of
 from halftune.model.vocabulary import is_tied, vocabulary_modules
 from halftune.plan import Plan
+from halftune.plan.trainable import wraps
 
 
 def attach(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan, seed: int) -> PeftModel:
@@ -36,7 +38,7 @@ def attach(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan, seed: int) 
         torch.manual_seed(seed)
         try:
             adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
-        except ValueError as error:
+        except (ValueError, TypeError, NotImplementedError) as error:
             remedy = "choose other adapter.target_modules or adapter.modules_to_save"
             what = f"rejected by peft: {error}"
             raise ConfigError(what, where="adapter", remedy=remedy, code="config.bad_target_modules") from error
@@ -122,7 +124,7 @@ def find_targets(model: PreTrainedModel, adapter: LoraAdapter | PeftAdapter) -> 
         ConfigError: an entry matches no module.
     """
     asked = adapter.target_modules
-    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | torch.nn.Embedding)]
+    names = [name for name, module in model.named_modules() if isinstance(module, layer_types(adapter))]
     endings = sorted({name.rpartition(".")[2] for name in names})
     known = f"this model has: {', '.join(endings)}"
     if isinstance(asked, str):
@@ -136,6 +138,18 @@ def find_targets(model: PreTrainedModel, adapter: LoraAdapter | PeftAdapter) -> 
                 f"no module is called {ending!r}", f"did you mean {close[0]}? {known}" if close else known
             )
     return list(asked)
+
+
+_TYPES: dict[str, type[torch.nn.Module]] = {
+    "linear": torch.nn.Linear,
+    "conv1d": Conv1D,
+    "embedding": torch.nn.Embedding,
+}
+
+
+def layer_types(adapter: LoraAdapter | PeftAdapter) -> tuple[type[torch.nn.Module], ...]:
+    """Classes of the layers that an adapter can be on, as the plan counts them."""
+    return tuple(kind for name, kind in _TYPES.items() if name in wraps(adapter))
 
 
 def _check_pattern(asked: str, names: Iterable[str], hint: str) -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from halftune.config.sections.model import PeftAdapter
 from halftune.core.errors import ConfigError
 from halftune.model.adapters import cast_adapter
-from halftune.model.adapters.lora import find_modules_to_save, find_targets, task_type
+from halftune.model.adapters.lora import find_modules_to_save, find_targets, layer_types, task_type
 from halftune.model.adapters.targets import linear_layers
 from halftune.model.architectures import ignore_peft_warnings
 from halftune.model.towers import towers_of
@@ -43,7 +43,7 @@ def attach(model: PreTrainedModel, adapter: Any, plan: Plan, seed: int) -> PeftM
         torch.manual_seed(seed)
         try:
             adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
-        except ValueError as error:
+        except (ValueError, TypeError, NotImplementedError) as error:
             what, remedy = f"rejected by peft: {error}", "choose other adapter.target_modules"
             raise ConfigError(what, where="adapter", remedy=remedy, code="config.bad_target_modules") from error
     assert isinstance(adapted, PeftModel)
@@ -57,14 +57,15 @@ def _names(model: PreTrainedModel, adapter: PeftAdapter) -> list[str]:
         linear, routers, refused = linear_layers(model)
         names = [name for name in linear if name not in {*routers, *refused}]
     else:
-        names = _asked_for(model, find_targets(model, adapter))
+        layers = layer_types(adapter)
+        every = [name for name, module in model.named_modules() if isinstance(module, layers)]
+        names = _asked_for(every, find_targets(model, adapter))
     towers = towers_of(model)
     return [name for name in names if towers is None or not towers.own(f"{name}.weight")]
 
 
-def _asked_for(model: PreTrainedModel, asked: str | Sequence[str]) -> list[str]:
-    """The linear layers whose whole name matches a regular expression, or ends with one of some names."""
-    every = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+def _asked_for(every: Sequence[str], asked: str | Sequence[str]) -> list[str]:
+    """The layers whose whole name matches a regular expression, or ends with one of some names."""
     if isinstance(asked, str):
         return [name for name in every if re.fullmatch(asked, name)]
     return [name for name in every if f".{name}".endswith(tuple(f".{ending}" for ending in asked))]
