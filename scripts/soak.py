@@ -62,7 +62,7 @@ def soak(folder: Path, seconds: float, every: float, met: Event) -> list[float]:
     """Trains until the time is over and the reader has met a checkpoint; returns the resident MiB after each save."""
     from halftune.config.facts.model import read_model_facts
     from halftune.config.load import load_config
-    from halftune.hardware.probe import probe
+    from halftune.hardware.catalogue import lookup
     from halftune.plan import resolve
     from halftune.train import trainer
 
@@ -99,7 +99,7 @@ def soak(folder: Path, seconds: float, every: float, met: Event) -> list[float]:
                 run.stop = "the time is over"
 
     trainer.Trainer = Timed  # type: ignore[misc]
-    outcome = trainer.train(loaded, resolve(loaded.run, probe(), read_model_facts(loaded.run.model)))
+    outcome = trainer.train(loaded, resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model)))
     print(outcome.message)
     return memory
 

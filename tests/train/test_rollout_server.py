@@ -16,6 +16,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from patience import LIMIT
 from peft import PeftModel
 from process_group import curve, in_processes, train_all
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -96,7 +97,9 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         with suppress(OSError):  # the other side has enough
             self.wfile.write(body)
-            while not body and not self.server.over.wait(0.05):
+            for _ in range(int(20 * LIMIT) if not body else 0):
+                if self.server.over.wait(0.05):
+                    break
                 self.wfile.write(b" ")
 
     def reply(self, value: Any) -> None:
@@ -248,7 +251,9 @@ def test_headers_that_drip_have_a_limit_of_time(asking: ServerSampler) -> None:
         def drip() -> None:
             with listening.accept()[0] as one, suppress(OSError):
                 one.sendall(b"HTTP/1.1 200 OK\r\n")
-                while not over.wait(0.1):
+                for _ in range(int(10 * LIMIT)):
+                    if over.wait(0.1):
+                        break
                     one.sendall(b"X-Slow: 1\r\n")
 
         thread = threading.Thread(target=drip)

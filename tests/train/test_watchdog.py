@@ -141,8 +141,9 @@ def works_alone(rank: int, clock: Any, looked: Any, announced: int) -> None:
                     heartbeat.beat()
                 sent = watch.beat + 2
                 until(lambda sent=sent: watch.beat >= sent, "the sign of life is published")
-                clock.value += PAUSE / 10
-                until(lambda: looked.value >= clock.value, "the other one has looked at it")
+                for _ in range(2):  # the other one sees it, and then nothing new
+                    clock.value += PAUSE / 20
+                    until(lambda: looked.value >= clock.value, "the other one has looked")
         barrier(2)
         dist.all_reduce(torch.ones(1))
 
