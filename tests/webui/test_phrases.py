@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from published import QWEN2_5_0_5B
 
+from halftune.config.facts import architecture
 from halftune.config.facts.model import ModelFacts, facts_from_config, read_model_facts
 from halftune.config.run import RunConfig
 from halftune.core.error_codes import catalogue
@@ -191,6 +193,21 @@ def wishes() -> Iterator[tuple[Hardware, ModelFacts, dict[str, Any]]]:
     asked_of_all = ({}, {"attention": "sdpa", "data": {"packing": True}}, {"precision": "fp16"}, {"adapter": "none"})
     flash = next(one for one in here if one.version("flash-attn") and one.devices[0].capability == (8, 9))
     yield from product((*some[1:3], flash), every, asked_of_all)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _architectures_built_here() -> Iterator[None]:
+    """What the user's cache does not hold is built in this process, not in one for each model that imports torch."""
+    built = architecture._built
+
+    def here(raw: dict[str, Any], multimodal: bool) -> dict[str, Any]:
+        importlib.import_module("torch")
+        importlib.import_module("transformers")
+        return built(raw, multimodal)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(architecture, "_built", here)
+        yield
 
 
 @cache

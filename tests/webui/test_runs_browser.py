@@ -142,6 +142,7 @@ def test_a_run_from_start_to_report(
         card(again).get_by_text("running", exact=True).wait_for()
         progresses(again, running)
 
+        again.seen.expected.append("net::ERR_")  # what the browser itself writes when the server is gone
         own_web_ui.stop(signal.SIGKILL)  # so does the server
         running.go_on()
         second = start_web_ui(folder=own_web_ui.folder)

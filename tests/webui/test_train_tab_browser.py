@@ -116,6 +116,7 @@ def test_a_recipe_of_ones_own_is_replaced_only_when_the_reader_says_so(
     pick(page, "own_data.yaml")
     page.wait_for_function("mine => document.querySelector('#recipes input').value === mine", arg=mine)
     written(page, "max_steps: 77")
+    page.wait_for_function("performance.now() - window.halftunePicked.at > 1000")  # else it is the same choice
     pick(page, "own_data.yaml")
     written(page, "max_steps: 77", there=False)
     assert len(set(asked)) == 1

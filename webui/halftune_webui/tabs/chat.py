@@ -109,7 +109,7 @@ def _wire(context: Context, run: gr.Dropdown, chat: gr.HTML, system: gr.Textbox,
         chats.close(str(request.session_hash))
 
     run.change(lambda name: _chosen(context, name), run, [chat, *sampling], **quiet)
-    run.select(picked, run, chat, concurrency_limit=4, **quiet)
+    run.input(picked, run, chat, concurrency_limit=4, **quiet)
     chat.submit(asked, [system, *sampling], chat, concurrency_limit=8, **quiet)
     chat.click(done, None, chat, queue=False, **quiet)
     blocks = Blocks.root_block

@@ -97,7 +97,7 @@ def _find_models(
 
     query.submit(searched, query, [model, said], **quiet)
     reactions = [context.recipe, parts.form, parts.plan, parts.problems, context.start]
-    model.select(taken, [model, context.recipe, machine], reactions, **quiet)
+    model.input(taken, [model, context.recipe, machine], reactions, **quiet)
 
 
 def _recipes(words: Words) -> list[tuple[str, str]]:
@@ -172,10 +172,9 @@ def _wire(context: Context, parts: _Parts, machine: gr.Dropdown, pick: gr.Dropdo
 
     # a run may have taken or left the folder meanwhile, or brought its recipe
     tab.select(opened, [recipe, machine], [pick, *reactions], **quiet)
-    machine.select(react, [recipe, machine], [pick, *reactions], **quiet)
+    machine.input(react, [recipe, machine], [pick, *reactions], **quiet)
     ask = script("pick_recipe", SHIPPED=list(known), QUESTION=context.words("train.replace"), OWN=OWN)
-    # not "input": Gradio's list tells that of one choice twice, and the question would be asked twice
-    pick.select(picked, [pick, recipe, machine], [pick, recipe, *reactions], js=ask, **quiet)
+    pick.input(picked, [pick, recipe, machine], [pick, recipe, *reactions], js=ask, **quiet)
     context.blocks.load(loaded, [recipe, machine], [pick, recipe, *reactions], js=script("restore_recipe"), **quiet)
 
 
