@@ -289,7 +289,7 @@ _LAYERS = {"conv1d": "Conv1D layers", "embedding": "embeddings"}
 
 
 def _not_on(adapter: LoraAdapter | PeftAdapter, tensor: Tensor, name: str) -> PlanError:
-    what = f"adapter: {adapter.type} does not support {_LAYERS.get(tensor.kind, tensor.kind)} ({name})"
+    what = f"adapter: {adapter.model_dump()['type']} does not support {_LAYERS.get(tensor.kind, tensor.kind)} ({name})"
     remedy = "use adapter: lora" if tensor.kind in BY_LORA else "remove it from adapter.target_modules"
     return PlanError(what, where="adapter.target_modules", remedy=remedy, code="plan.adapter_unavailable")
 
@@ -299,7 +299,7 @@ def _check_tied(facts: ModelFacts, adapter: LoraAdapter | PeftAdapter, touched: 
     shared = [one for one in touched if one.kind in ("embedding", "head") and one.shape[0] == facts.vocab_size]
     if facts.tie_word_embeddings and shared:
         name = shared[0].module.rpartition(".")[2]
-        what = f"adapter: {adapter.type} on {name}, whose weight the output layer shares: it could not be merged"
+        what = f"adapter: {adapter.model_dump()['type']} on {name}, whose weight the output layer shares: it could not be merged"
         remedy = "train it in full (adapter.modules_to_save: [embed_tokens]), or leave it out of adapter.target_modules"
         raise PlanError(what, where="adapter.target_modules", remedy=remedy, code="plan.adapter_unavailable")
 
