@@ -299,7 +299,8 @@ def _check_tied(facts: ModelFacts, adapter: LoraAdapter | PeftAdapter, touched: 
     shared = [one for one in touched if one.kind in ("embedding", "head") and one.shape[0] == facts.vocab_size]
     if facts.tie_word_embeddings and shared:
         name = shared[0].module.rpartition(".")[2]
-        what = f"adapter: {adapter.model_dump()['type']} on {name}, whose weight the output layer shares: it could not be merged"
+        kind = adapter.model_dump()["type"]
+        what = f"adapter: {kind} on {name}, whose weight the output layer shares: it could not be merged"
         remedy = "train it in full (adapter.modules_to_save: [embed_tokens]), or leave it out of adapter.target_modules"
         raise PlanError(what, where="adapter.target_modules", remedy=remedy, code="plan.adapter_unavailable")
 
