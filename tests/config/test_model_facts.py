@@ -149,7 +149,8 @@ def test_tensors_are_those_of_transformers(model_type: str, extra: dict[str, Any
     assert facts.num_parameters_exact
     linear = {name for name, module in model.named_modules() if type(module).__name__ in LINEAR_CLASSES}
     kinds = {m: t.kind for t in facts.tensors for m in t.modules() if t.kind != "parameter"}
-    assert {m for m, kind in kinds.items() if kind in ("linear", "router")} == linear - {"lm_head"}
+    assert {m for m, kind in kinds.items() if kind in ("linear", "conv1d", "router")} == linear - {"lm_head"}
+    assert {kind == "conv1d" for kind in kinds.values() if kind in ("linear", "conv1d")} == {model_type == "gpt2"}
     assert [m for m, kind in kinds.items() if kind == "head"] == ([] if facts.tie_word_embeddings else ["lm_head"])
 
 

@@ -202,7 +202,7 @@ def test_a_sweep_that_is_stopped_goes_on(tmp_path: Path, number: signal.Signals)
     finally:
         child.kill()
     assert states(tmp_path) == {"trial-001": "stopped", "trial-002": "waiting"}
-    assert steps(first) == [1, 2, 3]
+    assert steps(first) in ([1, 2], [1, 2, 3])  # the signal may come before the third step begins
     if number == signal.SIGINT:
         return  # what follows has one way
     subprocess.run(command, cwd=tmp_path, env=environment, check=True)

@@ -44,7 +44,7 @@ POSITION = {"rows_per_step": 1, "data": "", "order": "", "steps_in_epoch": 1}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint(tmp_path_factory.mktemp("tiny") / "model")
+    return checkpoint(tmp_path_factory.mktemp("tiny") / "model", tie_word_embeddings=False)
 
 
 def training(name: str) -> TrainingSection:

@@ -83,8 +83,17 @@ def serve(
     guarded = SameOrigin(Gate(page, signed_in, files.LARGE), host, signed_in or (lambda scope: True))
     config = uvicorn.Config(guarded, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
     shown = _EVERY.get(host, host)
-    ready(f"http://{f'[{shown}]' if ':' in shown else shown}:{port}")
-    uvicorn.Server(config).run(sockets=[listener])
+    address = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
+
+    class Announced(uvicorn.Server):
+        """Tells the address when it listens: whoever reads it may stop the server at once."""
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets=sockets)
+            if self.started:
+                ready(address)
+
+    Announced(config).run(sockets=[listener])
 
 
 def _mounted(outer: FastAPI) -> App:
