@@ -106,7 +106,7 @@ def plan(
 
 
 def finished_run(
-    folder: Path, base: Path | str, *, adapter: str = "lora", precision: str = "fp32", **sections: Any
+    folder: Path, base: Path | str, *, adapter: str | dict[str, Any] = "lora", precision: str = "fp32", **sections: Any
 ) -> Path:
     """A run folder as training leaves it: a recipe, and a result whose weights have moved."""
     from halftune.config.facts.model import read_model_facts
@@ -121,10 +121,11 @@ def finished_run(
     from halftune.plan import resolve
 
     folder.mkdir(parents=True)
+    kinds = {"lora": {"type": "lora", "rank": 4}, "none": {"type": "none"}}
     recipe = {
         "model": {"name_or_path": str(base), "tokenizer": "builtin:qwen2-tiny"},
         "precision": precision,
-        "adapter": {"type": "lora", "rank": 4} if adapter == "lora" else {"type": "none"},
+        "adapter": kinds[adapter] if isinstance(adapter, str) else adapter,
         "data": {"train": "gone.jsonl"},
         "training": {"output_dir": str(folder)},
         "generation": {"max_new_tokens": 8},
