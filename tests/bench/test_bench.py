@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -14,7 +16,7 @@ import yaml
 from halftune.bench import compare
 from halftune.bench.compare import BenchError, Case, cases, medians_of
 from halftune.bench.flops import training_flops
-from halftune.bench.measured import measure, rates
+from halftune.bench.measured import attended, measure, rates
 from halftune.bench.meter import Step
 from halftune.bench.peak import peak_flops
 from halftune.bench.table import text
@@ -136,6 +138,12 @@ def test_rates() -> None:
     assert found["real_per_cpu_second"] == 60
     assert found["trained_per_second"] == 20
     assert (found["step_seconds_p10"], found["step_seconds"], found["step_seconds_p90"]) == (2.2, 3.0, 3.8)
+
+
+def test_a_token_sees_its_own_sample() -> None:
+    """The mean over tokens: of samples of 10 and 30 tokens, three tokens in four see 30."""
+    run: Any = SimpleNamespace(data=SimpleNamespace(train=SimpleNamespace(lengths=np.array([10, 30], np.int32))))
+    assert attended(run) == 25
 
 
 def test_cases(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

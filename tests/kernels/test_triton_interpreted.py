@@ -79,6 +79,11 @@ def test_gated_delta_rule(dtype: torch.dtype, size: int) -> None:
     check(case("gated_delta_rule", size, (0, 1, 65, 65, 100), seed=size), dtype)
 
 
+def test_each_sample_of_a_row_has_its_own_state() -> None:
+    """The samples' states stand one after the other, also that of an empty sample, for which nothing is computed."""
+    check(case("gated_delta_rule", 16, (0, 1, 1, 20), seed=1), torch.float32)
+
+
 @pytest.mark.parametrize(("size", "dtype"), SIZES)
 def test_simple_decay(dtype: torch.dtype, size: int) -> None:
     check(case("ssd", size, (0, 1, 65, 65, 100), seed=size), dtype)

@@ -130,6 +130,8 @@ def test_a_changed_start_is_refused_at_resume(recipe, first: Path, tmp_path: Pat
         ("target_modules: [q_proj]", {}, "config.keys_conflict"),
         ("target_modules: all-linear", {}, "model.adapter_mismatch"),
         ("rank: 3", {"rank_pattern": {"q_proj": 2}}, "model.adapter_unsupported"),
+        ("rank: 3", {"use_qalora": True}, "model.adapter_unsupported"),
+        ("rank: 3", {"an_option_of_a_later_peft": 0.5}, "model.adapter_unsupported"),
         ("rank: 3", {"peft_type": "OFT"}, "model.adapter_unsupported"),
         ("rank: 3", {"init_lora_weights": "pissa"}, "model.adapter_unsupported"),
         ("rank: 3", {"target_modules": ["q_proj", "up_proj"]}, "model.adapter_mismatch"),

@@ -11,6 +11,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -39,7 +40,7 @@ from halftune.model.tokenizer import load_tokenizer
 from halftune.plan import resolve
 from halftune.train.rewards import Rewards, names
 from halftune.train.rewards.exact_answer import exact_answer, last_number
-from halftune.train.rollouts.sampling import Sampling
+from halftune.train.rollouts.sampling import Answer, Sampler, Sampling
 from halftune.train.run_inputs import _rewards
 from halftune.train.trainer import train
 
@@ -338,6 +339,15 @@ def own_recipe(tmp_path: Path) -> Any:
         return loaded, resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model))
 
     return make
+
+
+def test_an_answer_keeps_the_token_that_ends_it() -> None:
+    """It is learned; an answer without one was cut off."""
+    sampler = Sampler.__new__(Sampler)
+    sampler.ends = [2, 5]
+    cut = [sampler._cut(np.array(one)) for one in ([7, 5, 2, 0], [2, 0, 0, 0], [7, 8, 9, 7])]
+    assert [one.tolist() for one in cut] == [[7, 5], [2], [7, 8, 9, 7]]
+    assert sampler.truncated([Answer(one) for one in cut]).tolist() == [False, False, True]
 
 
 def test_reward_files_of_one_name_are_told_apart(tmp_path: Path) -> None:

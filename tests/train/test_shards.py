@@ -7,15 +7,17 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from process_group import Recipe, apart, curve, in_processes, train_all
 from safetensors.torch import load_file
+from torch import nn
 
 from halftune.cli import main
 from halftune.train.checkpoint_list import OPTIMIZER, TRAINABLE, find_damage, parts
-from halftune.train.parallel import saving
+from halftune.train.parallel import fsdp2, saving
 
 ROWS, STEPS, HALF = 8, 6, 3
 FULL, LORA = "adapter=none", "adapter={type: lora, rank: 4}"
@@ -133,3 +135,18 @@ def test_a_process_that_cannot_write_is_named_by_all_and_leaves_nothing(recipe, 
     found = sorted(path.name for path in (tmp_path / "full disk").glob("*checkpoint*"))
     assert found == ["checkpoint-1"]
     assert find_damage(tmp_path / "full disk" / "checkpoint-1", thorough=True) == ""
+
+
+def test_gradients_are_reduced_in_the_dtype_of_their_weights(recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of linear layers that are gathered in bf16."""
+    _, plan = recipe(FULL, "precision=bf16", "distributed.strategy=fsdp2", machine="cpu-amx", world_size=2)
+    said: list[tuple[Any, Any]] = []
+
+    def shard(_modules: Any, *, mp_policy: Any, **_: Any) -> None:
+        said.append((mp_policy.param_dtype, mp_policy.reduce_dtype))
+
+    monkeypatch.setattr(fsdp2, "fully_shard", shard)
+    nothing: Any = None
+    strategy, layer = fsdp2.Fsdp2(nothing, plan), nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    strategy._shard(layer, nothing, plan.parallel, reshard=True)
+    assert said == [(torch.bfloat16, torch.float32), (None, torch.float32)]

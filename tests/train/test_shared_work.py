@@ -129,9 +129,11 @@ def test_processes_share_the_checksums_of_a_checkpoint(tmp_path: Path, monkeypat
 
 @pytest.mark.slow
 def test_processes_share_the_checksums_when_a_run_goes_on(recipe, tmp_path: Path) -> None:
-    """Of a damaged checkpoint, which is ignored, and of the one before it."""
-    made = [recipe("training.save_steps=1", f"training.max_steps={steps}", world_size=2) for steps in (2, 3)]
+    """Of a damaged checkpoint, which is ignored, and of the one before it; each goes on with its own random numbers."""
+    settings = ("training.save_steps=1", "adapter.dropout=0.1")
+    made = [recipe(*settings, f"training.max_steps={steps}", world_size=2) for steps in (2, 3)]
     assert in_processes(2, train_all(made[:1])) == [0, 0]
+    second = [curve(tmp_path / "run", name)[1] for name in ("loss", "grad_norm")]
     newest = tmp_path / "run" / "checkpoint-2"
     data = bytearray((newest / "optimizer.safetensors").read_bytes())
     data[-1] ^= 1
@@ -152,6 +154,7 @@ def test_processes_share_the_checksums_when_a_run_goes_on(recipe, tmp_path: Path
         shares = [{one for one in names if one.startswith(f"{name}/")} for names in read]
         assert all(shares), "both read some of it"
         assert not shares[0] & shares[1], "neither reads what the other does"
+    assert [curve(tmp_path / "run", name)[1] for name in ("loss", "grad_norm")] == second
     assert (tmp_path / "run" / "set-aside" / "checkpoint-2").is_dir()
     assert json.loads((tmp_path / "run" / "finished.json").read_text())["step"] == 3
 

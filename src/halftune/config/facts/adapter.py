@@ -25,16 +25,14 @@ KEYS: dict[str, tuple[str, Any]] = {
     "modules_to_save": ("modules_to_save", None),
     "target_parameters": ("target_parameters", None),
 }
-# Options of peft that change an adapter's function, and that training cannot continue.
-UNSUPPORTED = (
-    "rank_pattern",
-    "alpha_pattern",
-    "layers_to_transform",
-    "layer_replication",
-    "lora_bias",
-    "alora_invocation_tokens",
-    "trainable_token_indices",
-)
+# Keys of peft's config without an effect on what continues from the weights. Every other key with a value is refused by
+# name: peft would read it as an option that changes the adapter's function.
+IGNORED = {
+    *("peft_type", "peft_version", "task_type", "base_model_name_or_path", "revision", "inference_mode"),
+    *("auto_mapping", "lora_dropout", "fan_in_fan_out", "layers_pattern", "exclude_modules", "ensure_weight_tying"),
+    *("bias", "init_lora_weights", "corda_config", "eva_config", "loftq_config", "lora_ga_config"),  # looked at below
+    *("megatron_core", "qalora_group_size"),  # of options that are keys of their own
+}
 _SHOWN = 80  # characters of a value in a message: someone else's file may hold megabytes
 _MUTATES = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that change the base model
 
@@ -127,7 +125,8 @@ def settings_of(raw: dict[str, Any], *, where: str) -> dict[str, Any]:
 def _unsupported(raw: dict[str, Any]) -> list[str]:
     """Options of an adapter's config that training cannot continue, as ``key: value``."""
     kind, bias, start = raw.get("peft_type"), raw.get("bias", "none"), str(raw.get("init_lora_weights"))
-    wrong = [f"{key}: {str(raw[key])[:_SHOWN]}" for key in UNSUPPORTED if raw.get(key)]
+    known = IGNORED.union(name for name, _ in KEYS.values())
+    wrong = [f"{key[:_SHOWN]}: {str(value)[:_SHOWN]}" for key, value in raw.items() if value and key not in known]
     if kind != "LORA":
         wrong.insert(0, f"peft_type: {kind}")
     if bias != "none":
