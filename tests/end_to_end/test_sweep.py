@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from patience import LIMIT, until
 
-from halftune.cli import train_main
-from halftune.cli.sweep import SWEEP, TABLE, Trial, _values
+from halftune.cli import sweep, train_main
+from halftune.cli.sweep import SWEEP, TABLE, Trial, _run_trial, _values
 from halftune.config.load import load_config
 from halftune.config.reading.yaml_source import parse
 from halftune.core.errors import ConfigError
@@ -145,6 +145,30 @@ def test_lines_that_are_no_metrics_are_left_out(tmp_path: Path) -> None:
     assert (trial.loss, trial.seconds) == (2.5, 0.5)
     assert pace_of([*lines, '{"seconds": "x", "tokens": 3}', '{"seconds": 1, "tokens": NaN}']) is None
     assert pace_of([*lines, '{"seconds": 0.5, "tokens": 10, "epoch": "a", "step": []}']) == Pace(20.0, 10, None)
+
+
+def test_a_signal_ends_the_sweep_also_where_its_trial_still_finishes(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed_on = list[signal.Signals]()
+
+    class Child:
+        """A trial that was done when the signal came."""
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def send_signal(self, number: signal.Signals) -> None:
+            passed_on.append(number)
+
+        def wait(self) -> int:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return 0
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(sweep.subprocess, "Popen", Child)
+    nothing: Any = None
+    trial = Trial({}, nothing, [])
+    assert (_run_trial(trial), trial.state, passed_on) == (143, "finished", [signal.SIGTERM])
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 # In the processes of a sweep: the third step begins when the signal has come, however quick the machine is.

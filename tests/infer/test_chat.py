@@ -336,12 +336,14 @@ def test_an_answer_is_stopped_in_the_middle(adapter_run: Path) -> None:
     thread = threading.Thread(target=serve, args=(session, cast(TextIO, requests), written))
     thread.start()
     until(lambda: '"end"' in written.getvalue() or not thread.is_alive(), "the answer ends")
+    os.write(out, json.dumps({**asked, "id": 2, "generation": {"max_new_tokens": 2}}).encode() + b"\n")
     os.close(out)
     thread.join(LIMIT)
-    end = json.loads(written.getvalue().splitlines()[-1])
+    events = [json.loads(line) for line in written.getvalue().splitlines()]
+    end, following = (event for event in events if event["event"] == "end")
     assert end["stopped"]
-    pieces = [json.loads(line).get("text", "") for line in written.getvalue().splitlines()]
-    assert end["answer"] == "".join(pieces)
+    assert end["answer"] == "".join(event["text"] for event in events if event["event"] == "text" and event["id"] == 1)
+    assert not following["stopped"]
 
 
 def test_what_is_logged_while_an_answer_streams_comes_after_it(

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from tiny_model import checkpoint, plan, section
+from transformers import GenerationConfig
 
 from halftune.config.sections.model import LoraAdapter
 from halftune.config.sections.training import GenerationSection
 from halftune.core.errors import ModelError
 from halftune.model.adapters import attach_adapter
 from halftune.model.builtin import materialize
-from halftune.model.generate import generate_reply
+from halftune.model.generate import ending_ids, generate_reply
 from halftune.model.load import load_model
 from halftune.model.tokenizer import load_tokenizer
 
@@ -55,6 +56,12 @@ def test_streams_whole_characters_and_stops_at_the_end_of_the_turn(folder: Path,
     assert "".join(pieces) == text
     assert len(pieces) > 3
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+
+
+def test_checkpoint_and_template_both_say_what_ends_an_answer(tokenizer) -> None:
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert ending_ids(tokenizer, GenerationConfig(eos_token_id=None)) == [end]
+    assert ending_ids(tokenizer, GenerationConfig(eos_token_id=[end + 7, end + 5])) == [end, end + 5, end + 7]
 
 
 def test_stops_at_the_limit(folder: Path, tokenizer) -> None:
