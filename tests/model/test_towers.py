@@ -277,6 +277,15 @@ def test_a_tower_that_text_needs_is_loaded_and_stays_frozen(tmp_path: Path, monk
     assert_same_towers(tmp_path / "none", base)
 
 
+def test_only_the_towers_that_text_needs_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "towers_called_for_text", lambda config: frozenset({"model.vision_tower"}))
+    model = load_model(section(multimodal(tmp_path, "gemma3")), plan("bf16", "fp32"))
+    towers = towers_of(model)
+    assert towers is not None
+    left_out = {name: isinstance(model.get_submodule(name), NotLoaded) for name in towers.names}
+    assert left_out == {"model.vision_tower": False, "model.multi_modal_projector": True}
+
+
 @pytest.mark.parametrize(("parts", "said"), [("all", "kept"), ("text", "left out")])
 def test_the_plan_says_what_becomes_of_the_towers(tmp_path: Path, parts: str, said: str) -> None:
     asked = section(multimodal(tmp_path), parts=parts)

@@ -295,6 +295,18 @@ def test_no_thread_outlives_an_error(recipe: Any, monkeypatch: pytest.MonkeyPatc
     assert not [thread for thread in threading.enumerate() if thread.name == "halftune-prefetch"]
 
 
+def test_no_sample_of_a_packed_row_is_predicted_from_the_one_before() -> None:
+    """Neither the last one, where nothing fills the row up."""
+    segments = [Segment(np.arange(size, dtype=np.int32) + 10, np.ones(size, bool)) for size in (3, 5)]
+    batch = collate([Example((one,)) for one in segments], 0, packed=True)
+    assert batch.tokens["input_ids"].tolist() == [[10, 11, 12, 10, 11, 12, 13, 14]]
+    assert batch.tokens["labels"].tolist() == [[NO_LABEL, 11, 12, NO_LABEL, 11, 12, 13, 14]]
+    assert batch.tokens["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
+    bounds = batch.extras["cu_seq_lens_q"]
+    assert isinstance(bounds, torch.Tensor)
+    assert (bounds.tolist(), batch.extras["max_length_q"]) == ([0, 3, 8], 5)
+
+
 def test_a_batch_on_a_device_is_not_asked_for_its_boundaries() -> None:
     segments = [Segment(np.arange(length), np.ones(length, dtype=bool)) for length in (3, 5)]
     batch = collate([Example((one,)) for one in segments], 0, packed=True)
