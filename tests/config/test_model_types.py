@@ -95,6 +95,22 @@ def test_sizes_by_other_names(raw: dict[str, Any], expected: tuple[int, ...]) ->
     assert found == expected
 
 
+@pytest.mark.parametrize("heads", ["num_key_value_heads", "num_kv_heads", "kv_n_heads"])
+@pytest.mark.parametrize(
+    ("experts", "each"),
+    [
+        ("num_local_experts", "num_experts_per_tok"),
+        ("num_experts", "moe_topk"),
+        ("n_routed_experts", "num_experts_per_token"),
+        ("moe_num_experts", "moe_top_k"),
+    ],
+)
+def test_key_heads_and_experts_by_other_names(heads: str, experts: str, each: str) -> None:
+    sizes = {"d_model": 64, "n_layers": 3, "n_heads": 4, heads: 2, experts: 8, each: 3}
+    facts = facts_from_config(small(model_type="unheard-of", **sizes), "x")
+    assert (facts.num_kv_heads, facts.num_experts, facts.num_experts_per_token) == (2, 8, 3)
+
+
 def test_groups_of_settings_are_read() -> None:
     groups = {"attn_config": {"kv_n_heads": 2, "attn_pdrop": 0.1}, "ffn_config": {"moe_num_experts": 8, "moe_top_k": 3}}
     facts = facts_from_config(small(model_type="dbrx", d_model=64, n_layers=3, n_heads=4, **groups), "x")
