@@ -18,6 +18,7 @@ from halftune_webui.settings import Settings, check_address
 from halftune_webui.sign_in import SignIn
 
 if TYPE_CHECKING:
+    import uvicorn
     from fastapi import FastAPI, Request
     from gradio.routes import App
 
@@ -83,15 +84,18 @@ def serve(
     guarded = SameOrigin(Gate(page, signed_in, files.LARGE), host, signed_in or (lambda scope: True))
     config = uvicorn.Config(guarded, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
     shown = _EVERY.get(host, host)
-    address = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
+    _run(config, listener, lambda: ready(f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"))
+
+
+def _run(config: uvicorn.Config, listener: socket.socket, ready: Callable[[], None]) -> None:
+    """Serves until it is stopped; ``ready`` is called when it can be: whoever hears of it may stop it at once."""
+    import uvicorn
 
     class Announced(uvicorn.Server):
-        """Tells the address when it listens: whoever reads it may stop the server at once."""
-
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets=sockets)
             if self.started:
-                ready(address)
+                ready()
 
     Announced(config).run(sockets=[listener])
 
