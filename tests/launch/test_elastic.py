@@ -51,12 +51,13 @@ def test_a_failure_before_a_restart_is_told_too(monkeypatch: pytest.MonkeyPatch,
     failed = RunResult(WorkerState.FAILED, failures={1: ProcessFailure(1, 11, KILLED, "<N/A>")})
     monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda *_: failed)
     agent, group = watching(restarts=3)
-    for left in (2, 0):
+    for left in (2, 1, 0):
         agent._remaining_restarts = left
         agent._monitor_workers(group)
     said = capsys.readouterr().err.splitlines()  # of the last one by the summary
-    assert said[0].startswith("halftune: rank 1 on ")
-    assert said[1:] == ["  restarting from the newest checkpoint (1 of 3 restarts left)"]
+    assert all(line.startswith("halftune: rank 1 on ") for line in said[::2])
+    again = "  restarting from the newest checkpoint ({} of 3 restarts left)"
+    assert said[1::2] == [again.format(left) for left in (1, 0)]
 
 
 def watching(restarts: int) -> tuple[Agent, Any]:
@@ -131,6 +132,20 @@ def test_a_failure_is_said_while_the_main_process_writes_its_report(tmp_path: Pa
     agent._print_failure(agent._known_failures(group))
     assert capsys.readouterr().err == f"halftune: {error}\n  terminated as a consequence: rank 0\n"
     assert agent.said
+
+
+@pytest.mark.parametrize(
+    ("codes", "reported"), [({0: 143, 1: 143}, True), ({0: 5, 1: 143}, False), ({0: None, 1: 143}, False)]
+)
+def test_the_main_process_alone_says_what_was_saved(
+    monkeypatch: pytest.MonkeyPatch, codes: dict[int, int | None], reported: bool
+) -> None:
+    """With that exit code; after another one, what happened is still to be said."""
+    agent, group = watching(restarts=0)
+    group.workers = [SimpleNamespace(id=10 + rank, global_rank=rank) for rank in codes]
+    processes = [SimpleNamespace(pid=10 + rank, poll=lambda code=code: code) for rank, code in codes.items()]
+    monkeypatch.setattr(Agent, "_processes", lambda self: processes)
+    assert agent.has_reported(143) is reported
 
 
 @pytest.mark.parametrize(("another", "limit", "kills"), [("exited", 0.0, 1), ("exited", 60.0, 0), ("running", 0.0, 0)])
