@@ -29,9 +29,8 @@ def test_a_folder_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
 
 def test_an_error_leaves_the_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder(tmp_path / "it", "older")
-    with pytest.raises(KeyError), whole_folder(tmp_path / "it") as beside:
-        (beside / "file").write_text("newer")
-        raise KeyError
+    with pytest.raises(FileNotFoundError), whole_folder(tmp_path / "it") as beside:
+        (beside / "no such folder" / "file").write_text("newer")
     assert left(tmp_path) == {"it": "older"}
 
     rename = Path.rename

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from halftune.config.sections.model import LoraAdapter, NoAdapter
 from halftune.core.errors import TrainingError
+from halftune.model import save
 from halftune.model.adapters import attach_adapter, load_adapter
 from halftune.model.load import load_model
 from halftune.model.merge import merge_adapter
@@ -54,6 +56,33 @@ def test_an_adapter_round_trips_in_pefts_format(tmp_path: Path, tokenizer) -> No
     again = load_adapter(load_model(section(folder), made, for_training=False), tmp_path / "final", made)
     with torch.inference_mode():
         assert torch.equal(again(IDS).logits, model.eval()(IDS).logits)
+
+
+def test_adapters_that_did_not_move_are_named(tmp_path: Path, tokenizer) -> None:
+    folder, made = checkpoint(tmp_path / "model"), plan("fp32", "fp32")
+    model = run_result(folder, LORA, made)
+    assert save_final(model, tokenizer, made, tmp_path / "final") == []
+    still = "model.layers.1.mlp.up_proj"
+    model.get_submodule(f"base_model.model.{still}").lora_B.default.weight.data.zero_()
+    assert save_final(model, tokenizer, made, tmp_path / "final") == [f"base_model.model.{still}"]
+
+
+def test_an_adapter_without_all_trained_weights_is_not_saved(
+    tmp_path: Path, tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = plan("fp32", "fp32")
+    model, whole = run_result(checkpoint(tmp_path / "model"), LORA, made), save.get_peft_model_state_dict
+
+    def without_one(*given: Any, **options: Any) -> dict[str, torch.Tensor]:
+        found = whole(*given, **options)
+        found.pop(next(iter(found)))
+        return found
+
+    monkeypatch.setattr(save, "get_peft_model_state_dict", without_one)
+    with pytest.raises(TrainingError) as refused:
+        save_final(model, tokenizer, made, tmp_path / "final")
+    assert refused.value.code == "train.adapter_incomplete"
+    assert not (tmp_path / "final").exists()
 
 
 @pytest.mark.parametrize("saved", ["fp32", "bf16"])

@@ -11,7 +11,9 @@ import pytest
 
 from halftune.core.errors import ConfigError
 from halftune_webui.gate import FREE_TRIES, LONGEST, MAX_BODY, MAX_FORM, Gate
+from halftune_webui.labels import load_words
 from halftune_webui.settings import SHORTEST_PASSWORD, read_auth
+from halftune_webui.sign_in import SignIn
 
 
 class Inner:
@@ -130,3 +132,39 @@ def test_short_passwords_are_refused(password: str) -> None:
     with pytest.raises(ConfigError) as refused:
         read_auth(f"me:{password}")
     assert str(SHORTEST_PASSWORD) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "signed_in", "page"),
+    [
+        ("GET", "/", False, b"password"),
+        ("HEAD", "/", False, b""),
+        ("GET", "/", True, None),
+        ("POST", "/login", False, None),
+        ("GET", "/theme.css", False, None),
+    ],
+)
+def test_who_has_not_signed_in_gets_the_page_that_asks(
+    method: str, path: str, signed_in: bool, page: bytes | None
+) -> None:
+    """Instead of the web UI, and instead of nothing else: the Gate guards all other addresses."""
+    passed, sent = list[str](), list[dict[str, Any]]()
+
+    async def inner(scope: Any, _receive: Any, _send: Any) -> None:
+        passed.append(scope["path"])
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    sign_in = SignIn(inner, lambda _: signed_in, load_words("en"))
+    with ThreadPoolExecutor(1) as pool:  # a browser test may have left a loop in this thread
+        pool.submit(asyncio.run, sign_in({"type": "http", "method": method, "path": path}, receive, send)).result()
+    if page is None:
+        assert (passed, sent) == ([path], [])
+    else:
+        assert (passed, [message.get("status") for message in sent]) == ([], [200, None])
+        assert page in sent[1]["body"]
+        assert bool(page) == bool(sent[1]["body"])

@@ -129,6 +129,26 @@ def test_a_report_runs_no_script_but_that_of_its_curves(controller: RunsControll
     assert act(controller, View(), "close", "", False).report == ""
 
 
+@pytest.mark.parametrize(
+    ("what", "name", "options"),
+    [
+        ("stop", "stop", {}),
+        ("stop_at_once", "stop", {"at_once": True}),
+        ("resume", "resume", {}),
+        ("now", "start_now", {}),
+    ],
+)
+def test_buttons_do_what_they_say(
+    controller: RunsController, monkeypatch: pytest.MonkeyPatch, what: str, name: str, options: dict[str, bool]
+) -> None:
+    done = list[tuple[str, Path, dict[str, bool]]]()
+    for each in ("stop", "resume", "start_now"):
+        monkeypatch.setattr(launch, each, lambda _, run, each=each, **more: done.append((each, run, more)))
+    run = controller.settings.runs / "a"
+    act(controller, View(), what, str(run), False)
+    assert done == [(name, run, options)]
+
+
 @pytest.mark.parametrize("what", ["launch", "__init__", "", "deleted"])
 def test_unknown_buttons_do_nothing(controller: RunsController, what: str) -> None:
     with pytest.raises(HalftuneError, match="no such button"):

@@ -121,6 +121,7 @@ def write_loading_readme(model: nn.Module, folder: Path) -> None:
         (folder / README).write_text(_TEXT.format(names=shown), encoding="utf-8")
 
 
+_UP = ".lora_B."
 FILE_BYTES = 5 * 10**9  # maximum shard size, as in transformers
 _LAYER = re.compile(r"^.*?\.\d+(?=\.)")
 _INDEX = "model.safetensors.index.json"
@@ -211,7 +212,7 @@ def save_final(
     folder: Path,
     state: Named | None = None,
     facts: Mapping[str, Any] | None = None,
-) -> None:
+) -> list[str]:
     """Save the trained adapter (peft format) or the full model, with its tokenizer, as safetensors.
 
     All weights are in ``plan.precision.saved``, except those that ``keep_fp32`` or the model's code keeps in fp32. The
@@ -226,14 +227,19 @@ def save_final(
             an adapter each tensor once.
         facts: JSON data for the manifest.
 
+    Returns:
+        Names of the modules whose LoRA update is zero, as before training.
+
     Raises:
-        TrainingError: the folder cannot be written; no partial folder is left.
+        TrainingError: the folder cannot be written, or trained weights would be missing there; no partial folder is
+            left.
     """
+    unmoved: list[str] = []
     saved, keep = plan.precision.saved.value, plan.precision.keep_fp32.value
     try:
         with whole_folder(folder) as partial:
             if isinstance(model, PeftModel):
-                _write_adapter(model, saved, keep, partial, None if state is None else dict(state))
+                unmoved = _write_adapter(model, saved, keep, partial, None if state is None else dict(state))
             elif isinstance(model, PreTrainedModel):
                 write_model(model, saved, keep, partial, state)
             else:
@@ -244,6 +250,7 @@ def save_final(
         remedy = f"{write_error_remedy(error)} and run the same command again: it resumes from the newest checkpoint"
         what = f"cannot write the result: {error}"
         raise TrainingError(what, where=str(folder), remedy=remedy, code="core.cannot_write") from error
+    return unmoved
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -273,8 +280,10 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 def _write_adapter(
     model: PeftModel, saved: Format, keep: Iterable[str], folder: Path, state: Mapping[str, torch.Tensor] | None
-) -> None:
+) -> list[str]:
     adapter = get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
+    _check_complete(model, adapter, folder)
+    unmoved = [name.partition(_UP)[0] for name, tensor in adapter.items() if _UP in name and not tensor.any()]
     config = for_plain_peft(model)
     if first := vars(model).get("initial_adapter"):
         from halftune.model.adapters.initial import convert  # few adapters begin with a part of the base
@@ -285,6 +294,20 @@ def _write_adapter(
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config.inference_mode = True
     config.save_pretrained(str(folder))
+    return unmoved
+
+
+def _check_complete(model: PeftModel, adapter: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Refuse to save fewer weights than are trained: peft selects them by their names.
+
+    Raises:
+        TrainingError: some are missing.
+    """
+    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    if (found := sum(one.numel() for one in adapter.values())) < trained:
+        what = f"the saved adapter would have {found:,} of {trained:,} trained weights"
+        remedy = "resume from the newest checkpoint, which has all of them, with another adapter.target_modules"
+        raise TrainingError(what, where=str(folder), remedy=remedy, code="train.adapter_incomplete")
 
 
 def _cast_each(named: Named, saved: Format, kept: frozenset[str], towers: Towers | None) -> Named:

@@ -341,7 +341,10 @@ class Trainer:
     def _write_final(self, state: Named | None) -> None:
         run = self.run
         check_exists(run.folder)
-        save_final(run.model, run.tokenizer, run.plan, run.folder / FINAL, state, {BASE: run.inputs["model"]})
+        facts = {BASE: run.inputs["model"]}
+        if unmoved := save_final(run.model, run.tokenizer, run.plan, run.folder / FINAL, state, facts):
+            what = "%d modules have an adapter that training did not change, first %s"
+            log.warning(what, len(unmoved), unmoved[0])
         try:
             write_finished(run.folder, run.step)
         except OSError as error:
