@@ -108,6 +108,20 @@ def test_layers_called_by_themselves_compute_what_they_are_asked(attention: str)
         torch.testing.assert_close(part.v_proj(x), type(part.v_proj).forward(part.v_proj, x))
 
 
+def test_an_input_that_is_changed_in_place_is_computed_anew(attention: str) -> None:
+    model = adapted("qwen2", {}, attention)
+    fuse(model)
+    part, x = projections(model), torch.randn(1, 5, 32)
+    group = part.q_proj.forward.__self__.group
+    group._begin(part, ())
+    with torch.no_grad():
+        part.q_proj(x)
+        torch.testing.assert_close(part.k_proj(x), type(part.k_proj).forward(part.k_proj, x))
+        x *= 2
+        torch.testing.assert_close(part.v_proj(x), type(part.v_proj).forward(part.v_proj, x))
+    group._end(part, (), None)
+
+
 def test_an_attempt_that_failed_leaves_nothing_behind(attention: str) -> None:
     """Memory that ran out within a layer is free again before the next attempt."""
     model = adapted("qwen2", {}, attention)

@@ -7,6 +7,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,3 +151,21 @@ def test_gradients_are_reduced_in_the_dtype_of_their_weights(recipe, monkeypatch
     strategy, layer = fsdp2.Fsdp2(nothing, plan), nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     strategy._shard(layer, nothing, plan.parallel, reshard=True)
     assert said == [(torch.bfloat16, torch.float32), (None, torch.float32)]
+
+
+def test_the_norm_of_offloaded_gradients_is_that_of_all_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU nothing is offloaded: here the shares are stand-ins, and the other process has a norm of 4."""
+
+    class Share:
+        def __init__(self, *own: float) -> None:
+            self.own = torch.tensor(own)
+
+        def to_local(self) -> torch.Tensor:
+            return self.own
+
+    monkeypatch.setattr(fsdp2, "DTensor", Share)
+    monkeypatch.setattr(fsdp2, "sum_over_processes", lambda _, values: [values[0] + 4.0**2])
+    plan: Any = SimpleNamespace(parallel=SimpleNamespace(offload=True))
+    gradients: Any = [Share(0.0, 2.0), Share(2.0), Share(1.0)]
+    nothing: Any = None
+    assert float(fsdp2.Fsdp2(nothing, plan).total_norm(gradients)) == 5.0
