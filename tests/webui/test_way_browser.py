@@ -87,7 +87,3 @@ def test_from_an_empty_form_to_an_answer(web_ui: Any, open_page: Callable[..., A
         page.locator(f"#{side} p.user + p.assistant, #{side} p.user + p.help").wait_for()
     page.wait_for_selector("#chat-again:enabled")
     assert "tokens/s" in page.locator("#trained .foot").inner_text()
-
-    page.reload()  # the browser keeps the conversation, and the recipe
-    page.locator("#trained p.user", has_text="Add 3 and 1.").wait_for()
-    page.wait_for_function("() => window.halftuneRecipe?.includes('output_dir: runs/way')")
