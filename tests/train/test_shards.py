@@ -169,3 +169,25 @@ def test_the_norm_of_offloaded_gradients_is_that_of_all_shares(monkeypatch: pyte
     gradients: Any = [Share(0.0, 2.0), Share(2.0), Share(1.0)]
     nothing: Any = None
     assert float(fsdp2.Fsdp2(nothing, plan).total_norm(gradients)) == 5.0
+
+
+def test_nothing_stays_gathered_after_an_evaluation_or_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next forward pass would compute with the weights from before the update."""
+
+    class Gathered(nn.Module):
+        times = 0
+
+        def reshard(self) -> None:
+            self.times += 1
+
+    monkeypatch.setattr(fsdp2, "FSDPModule", Gathered)
+    plan: Any = SimpleNamespace(parallel=SimpleNamespace(gather_once=None, reshard=True))
+    nothing: Any = None
+    strategy, layers = fsdp2.Fsdp2(nothing, plan), [Gathered(), Gathered()]
+    model = nn.Sequential(*layers, nn.Linear(2, 2))
+    strategy.root = nothing
+    strategy.after_evaluation(model)
+    assert [layer.times for layer in layers] == [1, 1]
+    with strategy.generating(model):
+        pass
+    assert [layer.times for layer in layers] == [2, 2]
