@@ -18,7 +18,7 @@ from halftune.core.errors import MissingPackageError
 
 UNUSED = ("bitsandbytes", "torchao")  # which few runs need, and many packages look for
 # Loggers that warn at every import, of kernels that are not installed and of old calls.
-_TALKATIVE = (*UNUSED, "torch.utils._pytree")
+_TALKATIVE = (*UNUSED, "torch.utils._pytree", "matplotlib")
 
 
 @contextmanager
