@@ -215,7 +215,7 @@ def _loses_text(template: ChatTemplate, messages: Sequence[Mapping[str, Any]], t
         found = text.find(said, at)
         if found < 0 and message["role"] != "assistant":
             break
-        at = max(at, found + len(said))
+        at = found + len(said) if found >= 0 else at  # an answer may be rewritten
     else:
         return False
     shown = shown_messages(template, messages, tools, text)
