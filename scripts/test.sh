@@ -36,9 +36,8 @@ if [ "${1:-}" != fast ]; then
     pyright --pythonpath "$(command -v python)" >"$types" 2>&1 &
     checking=$!
 fi
-jobs="$(python -c 'import os; print(min(8, os.cpu_count() or 1))')"
 failed=0
-pytest -q -n "$jobs" -m "$marks" --durations=25 --durations-min=20 || failed=$?
+pytest -q -n logical --maxprocesses 8 -m "$marks" --durations=25 --durations-min=20 || failed=$?
 [ -z "$checking" ] || wait "$checking" || failed=$?
 cat "$types"
 exit "$failed"

@@ -107,3 +107,23 @@ def test_strangers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -
     assert found.layers == {"train": len(layers), "chat": len(layers)}
     line = text.splitlines()[found.line - 1]
     assert "position == 3" in line if case == "from a layer on" else line.endswith("# promotes q")
+
+
+def test_a_place_of_its_own_for_each_promotion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal layers get equal inputs, which two lines have promoted."""
+    attend = "from flash_attn import flash_attn_func\nout = flash_attn_func(q, k, v + x.view(v.shape), causal=True)"
+    folder = stranger(tmp_path / "model", attend, vocab_size=64, layers=6).folder
+    code = next(folder.glob("modeling_*.py"))
+    text = code.read_text().replace("for block in self.blocks:", "for position, block in enumerate(self.blocks):")
+    text = text.replace(
+        "\n            x = x + (checkpoint(block",
+        "\n            x = x.float() if position == 2 else x"
+        "\n            x = x.bfloat16().float() if position == 4 else x"
+        "\n            x = x + block(x)  # ",
+    )
+    code.write_text(text.replace("x = self.embedding(input_ids)", "x = self.embedding(input_ids).bfloat16()"))
+    all_of_them, one, spared = both(folder, monkeypatch, "none", trust_remote_code=True)
+    assert one == all_of_them
+    assert spared
+    lines = {text.splitlines()[found.line - 1].rpartition(" if ")[2]: found.layers["train"] for found in one.violations}
+    assert lines == {"position == 2 else x": 2, "position == 4 else x": 2}
