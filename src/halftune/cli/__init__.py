@@ -24,6 +24,7 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "plan": ("halftune.cli.plan", "show every decision about a run with its reason, without loading the model"),
     "doctor": ("halftune.cli.doctor", "check the environment; find the lines that promote dtypes, without a GPU"),
+    "certify": ("halftune.cli.certify", "try every promise on a model type, without its weights"),
     "data": ("halftune.cli.data", "show the data report, and samples with trained tokens highlighted"),
     "bench": ("halftune.cli.bench", "compare the training speed of recipes: tokens/s, MFU, memory"),
     "chat": ("halftune.cli.chat", "chat with a run's result, with the adapter on or off"),

@@ -170,7 +170,7 @@ def randomise(parameters: Iterable[torch.nn.Parameter]) -> None:
             parameter.data.add_(_VECTOR_NOISE * torch.randn_like(parameter))
 
 
-def shrunk_config(config: PretrainedConfig, *, narrow: bool = True) -> dict[str, Any]:
+def shrunk_config(config: PretrainedConfig, *, narrow: bool = True, vocabulary: int = VOCABULARY) -> dict[str, Any]:
     """The config's values with reduced sizes; flags, kinds of layers and head sizes stay.
 
     ``narrow=False`` also keeps the hidden size and the heads, for compiling kernels.
@@ -180,8 +180,8 @@ def shrunk_config(config: PretrainedConfig, *, narrow: bool = True) -> dict[str,
     layers = _kinds_of_layers(config, values)
     sizes = {
         **(_widths(config, values) if narrow else {}),
-        "vocab_size": VOCABULARY,
-        "vocab_size_per_layer_input": VOCABULARY,
+        "vocab_size": vocabulary,
+        "vocab_size_per_layer_input": vocabulary,
         "pad_token_id": 0,
         "bos_token_id": 1,
         "eos_token_id": 2,

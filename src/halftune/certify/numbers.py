@@ -1,0 +1,136 @@
+"""Whether a small copy computes what transformers' own eager code computes, padded and packed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from halftune.certify.certificate import Line, listed
+from halftune.certify.workbench import Workbench
+from halftune.core.choice import Choice
+from halftune.data.batch import Batch
+from halftune.data.store import NO_LABEL
+from halftune.model.architectures import own_architectures
+from halftune.model.load import load_model
+from halftune.model.packing_check import LENGTHS, TOLERANCE, packed_row, silent
+from halftune.model.policy import PolicyModel
+from halftune.plan import Plan
+from halftune.train.setup import check_packing
+
+# fp32 at random weights: the largest sound error of all types of transformers is a tenth of it.
+GRADIENTS = 1e-3
+_SMALL = 1e-3  # gradients below this share of the largest one are measured against it
+FIRST, LAST = 100, 1000  # token ids: none is a special token
+
+
+def same_numbers(bench: Workbench) -> Iterator[Line]:
+    """Compare losses and gradients with each sample alone in the class's own eager code, in fp32."""
+    loaded = bench.recipe("numbers", adapter="none")
+    plan = bench.plan(loaded)
+    samples = _samples()
+    with silent():
+        own = _own_gradients(load_model(loaded.run.model, plan), bench, samples)
+        padded = load_model(loaded.run.model, replace(plan, batch=replace(plan.batch, packing=Choice(False, ""))))
+        yield _compared("padded rows", *_gradients(padded, _padded(samples)), own, "in one padded batch")
+        verdict = check_packing(bench.section, plan)
+        if not verdict.value:
+            yield Line("packing", "no", verdict.reason, "rows of this model are padded: data.packing: false")
+            return
+        packed = load_model(loaded.run.model, _packing(plan))
+        yield _compared("packing", *_gradients(packed, _packed(samples)), own, "packed into one row")
+
+
+def _packing(plan: Plan) -> Plan:
+    why = "samples are packed"
+    return replace(
+        plan,
+        attention=replace(plan.attention, varlen=Choice("segments", why)),
+        batch=replace(plan.batch, packing=Choice(True, why)),
+    )
+
+
+def _compared(
+    check: str, loss: float, found: dict[str, torch.Tensor], own: tuple[float, dict[str, torch.Tensor]], how: str
+) -> Line:
+    """Compare a loss and gradients with those of the samples alone."""
+    right, expected = own
+    apart = abs(loss - right) / max(abs(right), 1e-9)
+    floor = _SMALL * max((float(one.norm()) for one in expected.values()), default=0.0)
+    errors = {
+        name: float((found[name] - one).norm()) / max(float(one.norm()), floor, 1e-30)
+        for name, one in expected.items()
+        if name in found
+    }
+    worst = max(errors, key=lambda name: errors[name], default="")
+    missing = sorted({name for name, one in expected.items() if name not in found and float(one.norm()) > floor})
+    if missing:
+        return Line(check, "no", f"no gradient reaches {listed(missing)}, which has one in transformers' eager code")
+    error = errors.get(worst, 0.0)
+    what = (
+        f"{len(LENGTHS)} samples {how} against each alone in transformers' eager code: relative error of the loss "
+        f"{apart:.0e}, of the worst of {len(errors)} gradients {error:.0e}"
+    )
+    wrong = not (apart <= TOLERANCE * 10 and error <= GRADIENTS)
+    return Line(check, "no" if wrong else "yes", what + (f" ({worst})" if wrong else ""))
+
+
+def _samples() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(FIRST, LAST, (1, length), generator=generator) for length in LENGTHS]
+
+
+def _padded(samples: list[torch.Tensor]) -> Batch:
+    longest = max(LENGTHS)
+    ids = torch.cat([F.pad(one, (0, longest - one.shape[1])) for one in samples])
+    mask = torch.tensor([[1] * length + [0] * (longest - length) for length in LENGTHS])
+    labels = ids.masked_fill(mask == 0, NO_LABEL)
+    return Batch({"input_ids": ids, "attention_mask": mask, "labels": labels})
+
+
+def _packed(samples: list[torch.Tensor]) -> Batch:
+    row = packed_row(torch.cat(samples, 1), LENGTHS)
+    labels = torch.cat([F.pad(one[:, 1:], (1, 0), value=NO_LABEL) for one in samples], 1)
+    tokens = {name: row.pop(name) for name in ("input_ids", "position_ids")}
+    return Batch({**tokens, "labels": labels}, row)
+
+
+def _gradients(model: nn.Module, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
+    _without_router_loss(model)
+    model.eval()  # no dropout
+    loss = PolicyModel(model).nll_sum(batch)
+    loss.backward()
+    return float(loss.detach()), _taken(model)
+
+
+def _own_gradients(ours: Any, bench: Workbench, samples: list[torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
+    """The summed loss and gradients of the class's own code, each sample alone."""
+    with own_architectures():
+        model: Any = type(ours).from_pretrained(
+            bench.section.name_or_path, dtype=torch.float32, attn_implementation="eager"
+        )
+    _without_router_loss(model)
+    model.eval()
+    total = 0.0
+    for ids in samples:
+        logits = model(input_ids=ids, use_cache=False).logits
+        loss = F.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="sum")
+        loss.backward()
+        total += float(loss.detach())
+    return total, _taken(model)
+
+
+def _taken(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Gradients by name, of parameters that have one."""
+    return {name: one.grad.detach() for name, one in model.named_parameters() if one.grad is not None}
+
+
+def _without_router_loss(model: Any) -> None:
+    text = model.config.get_text_config()
+    for config in (model.config, text):
+        if vars(config).get("output_router_logits"):
+            config.output_router_logits = False

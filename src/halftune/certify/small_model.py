@@ -1,0 +1,109 @@
+"""A checkpoint of a model's own class with few narrow layers and random weights."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from halftune.config.builtin_models import VOCAB_SIZE
+from halftune.config.sections.model import ModelSection
+from halftune.model.architectures import no_progress_bars
+from halftune.model.packing_check import VOCABULARY, randomise, shrunk_config
+from halftune.model.towers import text_config_name
+from halftune.model.without_weights import build
+from halftune.plan import Plan
+
+_WIDE, _NARROW = ("intermediate_size", "ffn_dim", "vocab_size"), 128
+_DEPTHS = ("num_hidden_layers", "depth", "num_layers", "encoder_layers", "n_layers", "layers")
+_WIDTH_OF_TEXT = ("out_hidden_size", "text_hidden_size")
+_SEEN = ("image", "video", "audio", "vision")
+
+
+def write_small_checkpoint(
+    config: PretrainedConfig,
+    section: ModelSection,
+    plan: Plan,
+    source: Path | None,
+    folder: Path,
+    vocabulary: int | None = VOCAB_SIZE,
+) -> PreTrainedModel:
+    """Write a small fp32 checkpoint of the class that halftune loads, without a tokenizer.
+
+    Args:
+        config: of the whole model.
+        section: names the model; its code builds the copy.
+        plan: for the CPU in fp32; tells whether the class has towers.
+        source: folder of the model, whose Python files are copied; None for builtin models.
+        folder: where to write.
+        vocabulary: entries of the embedding; None: as many as the model has, so that its own tokenizer fits.
+
+    Raises:
+        Exception: the model's code does not support such small sizes.
+    """
+    small = small_config(config, vocabulary)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = build(small, section, plan, "eager")
+        model.tie_weights()
+        randomise(model.parameters())
+    with no_progress_bars():
+        model.save_pretrained(folder)
+    for code in source.glob("*.py") if source is not None else ():
+        shutil.copy(code, folder)
+    return model
+
+
+def small_config(config: PretrainedConfig, vocabulary: int | None = VOCABULARY) -> Any:
+    """A config with a small language model, and towers of one layer whose widths stay."""
+    text = config.get_text_config(decoder=True)
+    shorter = _turning(shrunk_config(text, vocabulary=vocabulary or text.vocab_size))
+    small = type(text).from_dict(shorter)
+    if text is config:
+        return small
+    whole = type(config).from_dict(config.to_dict())
+    for name in config.sub_configs:
+        if (part := vars(whole).get(name)) is None or name == text_config_name(config):
+            continue
+        values = shallow(part.to_dict(), layers=1)
+        values |= {one: shorter["hidden_size"] for one in _WIDTH_OF_TEXT if one in values}
+        setattr(whole, name, type(part).from_dict(values))
+    setattr(whole, text_config_name(config), small)
+    for name, value in list(vars(whole).items()):
+        if name.endswith(_WIDE) and isinstance(value, int):
+            setattr(whole, name, _NARROW)
+        # no token of a text stands for an image
+        placeholder = name.startswith(_SEEN) and name.endswith(("_token_id", "_token_index"))
+        if vocabulary is not None and placeholder and isinstance(value, int):
+            setattr(whole, name, vocabulary + value)
+    return whole
+
+
+def _turning(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a text config; of a head as many numbers turn as its positions have sections for."""
+    rope = values.get("rope_parameters") or {}
+    if sections := rope.get("mrope_section"):
+        size = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+        values["rope_parameters"] = {**rope, "partial_rotary_factor": 2 * sum(sections) / size}
+    return values
+
+
+def shallow(values: dict[str, Any], layers: int = 2) -> dict[str, Any]:
+    """The values of a tower's config with so many layers; of its parts, too."""
+    values = {str(key): value for key, value in values.items()}  # labels of classes are numbered
+    small = dict(values)
+    depths = {key: value for key, value in values.items() if key in _DEPTHS and isinstance(value, int)}
+    small |= dict.fromkeys(depths, layers)
+    small |= {key: _NARROW for key, value in values.items() if key.endswith(_WIDE) and isinstance(value, int)}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            small[key] = shallow(value, layers)
+        elif isinstance(value, list) and value and all(isinstance(one, int) for one in value):
+            if key.endswith(("_indexes", "_indices", "_layers")):
+                small[key] = list(range(layers))[: len(value)]
+        elif isinstance(value, list) and len(value) in depths.values():
+            small[key] = value[:layers]
+    return small
