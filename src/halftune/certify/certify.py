@@ -117,8 +117,8 @@ def _small(bench: Workbench, *, seeing: bool = False) -> Workbench:
         load_tokenizer(section).save_pretrained(folder)
     else:
         load_tokenizer(ModelSection(name_or_path=TOKENIZER)).save_pretrained(folder)
-    kept = {"trust_remote_code": True} if section.trust_remote_code else {}
-    return replace(bench, section=ModelSection(name_or_path=str(folder), **kept))
+    small = ModelSection(name_or_path=str(folder), trust_remote_code=section.trust_remote_code)
+    return replace(bench, section=small)
 
 
 def _beside(section: ModelSection) -> Path:
@@ -144,8 +144,8 @@ def _media(bench: Workbench, facts: ModelFacts) -> Iterator[Line]:
             seeing = _small(bench, seeing=True)
             data = {"train": f"builtin:{_ROWS[check]}", check: True, "max_length": 1024, "packing": False}
             loaded = seeing.recipe(check, data=data, training={"per_device_train_batch_size": 2})
-            losses = train_losses(seeing, loaded)
-            lines.append(Line(check, "yes", f"two steps on {_ROWS[check]} through the small towers, losses {losses}"))
+            what = f"two steps on {_ROWS[check]} through the small towers: {train_losses(seeing, loaded)}"
+            lines.append(Line(check, "yes", what))
         yield from lines
 
 

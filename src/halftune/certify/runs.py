@@ -39,7 +39,7 @@ _METHODS: dict[str, dict[str, Any]] = {
     "grpo": {"num_generations": 2, "max_completion_length": 4},
     "distill": {"on_policy": 0.0},
 }
-_REWARD = "def letters(completions, **_):\n    return [len(set(one)) for one in completions]\n"
+_REWARD = "def alternate(completions, **_):\n    return [n % 2 for n, _ in enumerate(completions)]\n"
 _PEFT = 1e-4  # relative difference of logits, ours and peft's, in fp32
 _STEPS, _SAVED, _KILL_LIMIT = 40, 2, 300.0  # steps of the run that is killed, between checkpoints; seconds
 
@@ -91,11 +91,11 @@ def methods(bench: Workbench, hardware: Any, facts: Any) -> Iterator[Line]:
             settings: dict[str, Any] = {"type": name, **_METHODS.get(name, {})}
             if section.generates:
                 (bench.folder / "rewards.py").write_text(_REWARD)
-                settings["rewards"] = [{"function": "letters", "file": str(bench.folder / "rewards.py")}]
+                settings["rewards"] = [{"function": "alternate", "file": str(bench.folder / "rewards.py")}]
             if name == "distill":
                 settings["teacher"] = bench.section.name_or_path
             loaded = bench.recipe(f"method-{name}", section.records[0], method=settings, data={"packing": False})
-            what = f"two steps on the small copy, losses {train_losses(bench, loaded)}"
+            what = f"two steps on the small copy: {train_losses(bench, loaded)}"
             if name != "distill":  # of a teacher of its own
                 resolve(bench.asked(f"asked-{name}", method=settings).run, hardware, facts)
                 what += f"; the plan accepts it on {hardware.devices[0].name}" if hardware.devices else ""
@@ -104,10 +104,12 @@ def methods(bench: Workbench, hardware: Any, facts: Any) -> Iterator[Line]:
 
 
 def train_losses(bench: Workbench, loaded: LoadedConfig) -> str:
-    """Train a recipe, and return its losses."""
+    """Train a recipe, and return its losses and gradient norms."""
     folder = train(loaded, bench.plan(loaded)).folder
-    losses = [json.loads(line).get("loss") for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return ", ".join(f"{one:.3g}" for one in losses if one is not None)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    losses, norms = (", ".join(f"{step[name]:.3g}" for step in steps) for name in ("loss", "grad_norm"))
+    return f"loss {losses}, gradient norm {norms}"
 
 
 def resumed(bench: Workbench, *, kill: bool) -> Iterator[Line]:

@@ -28,7 +28,7 @@ from halftune.model.remote_code import attention_for, remote_code_error
 from halftune.model.runtime_buffers import compute_in_fp32
 from halftune.plan import Plan
 from halftune.precision.dtypes import stays_fp32, torch_dtype
-from halftune.precision.trace.fake_tensors import FakeTensors
+from halftune.precision.trace.fake_tensors import NEEDS_VALUES, FakeTensors
 
 
 def read_config(section: ModelSection) -> PretrainedConfig:
@@ -73,7 +73,7 @@ def build(config: PretrainedConfig, section: ModelSection, plan: Plan, attention
                         config, dtype=dtype, attn_implementation=attention, trust_remote_code=remote
                     )
             return _by_type(config)._from_config(config, dtype=dtype, attn_implementation=attention)
-    except HalftuneError:
+    except (HalftuneError, *NEEDS_VALUES):
         raise
     except Exception as error:  # the model's own code may raise anything
         raise remote_code_error(error, section, None) from error

@@ -1,0 +1,210 @@
+"""Certifies every text and image-text model type of the installed transformers, and writes the page of the results.
+
+python scripts/certify_all.py                                   all types, two at a time; about an hour
+python scripts/certify_all.py --kinds qwen3 gpt_oss             only these; prints them
+python scripts/certify_all.py --results certified               keep each result, and go on where it was interrupted
+
+A type is certified by the default values of its config class, without tokenizer, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "compatibility.md"
+HARDWARE = "h100"
+LIMIT = 600.0  # seconds of wall time for one type
+MARKS = {"yes": "✓", "no": "✗", "refused": "–", "note": "·"}
+# column → checks whose names begin so
+COLUMNS = {
+    "dtypes": ("dtypes",),
+    "loss and gradients": ("padded rows",),
+    "packing": ("packing",),
+    "adapters": ("adapter",),
+    "resume": ("resume",),
+    "methods": ("method",),
+}
+HEAD = """# Compatibility
+
+Made by `scripts/certify_all.py` on {day} with {versions}.
+
+Each model type of transformers with a causal or image-text language model was certified with the default values of its
+config class: a small copy of the real class with random weights, planned for one {hardware}. A model with other values
+may differ: `halftune certify MODEL` judges yours in a minute.
+
+| sign | meaning |
+|---|---|
+| ✓ | every check of the column holds |
+| – | the plan refuses something before a weight is read; listed below the table |
+| ✗ | a check says no; listed below the table |
+
+**{certified} of {count} types are certified.** {refused} are refused, and {failed} fail a check.
+
+| column | what is checked |
+|---|---|
+| dtypes | the whole model without weights: every tensor arrives at attention in bf16 and fp16 |
+| loss and gradients | padded rows against each sample alone in transformers' eager code, all gradients |
+| packing | the same for samples packed into one row |
+| adapters | LoRA, OFT, VeRA, IA3, LoHa and LoKr: trained, saved, loaded by peft, merged |
+| resume | all trained tensors after a resumed run, to the bit |
+| methods | two steps of each training method, and its plan |
+
+"""
+
+
+def kinds() -> list[str]:
+    """Every model type with a causal or an image-text model."""
+    from halftune.config.facts.families import _classes, causal_types
+
+    return sorted(causal_types() | set(_classes("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")))
+
+
+def certified(kind: str, folder: Path) -> dict[str, Any]:
+    """The certificate of a type as JSON data, or why there is none."""
+    import torch
+    from transformers import CONFIG_MAPPING
+
+    from halftune.certify.certify import certify
+    from halftune.config.sections.model import ModelSection
+    from halftune.core.errors import HalftuneError
+    from halftune.hardware.catalogue import lookup
+    from halftune.model.architectures import own_architectures
+
+    torch.set_num_threads(1)
+    try:
+        with own_architectures():
+            config = {**CONFIG_MAPPING[kind]().to_dict(), "model_type": kind}
+        (folder / "config.json").write_text(json.dumps(config))
+        return certify(ModelSection(name_or_path=str(folder)), lookup(HARDWARE), kill=False).to_dict()
+    except HalftuneError as error:
+        return {"refused": error.what}
+    except Exception as error:
+        return {"broken": f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"}
+
+
+def _one(kind: str, output: Path) -> None:
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, until the process ends
+    with tempfile.TemporaryDirectory() as folder:
+        found = certified(kind, Path(folder))
+    partial = output.with_suffix(".partial")
+    partial.write_text(json.dumps(found))
+    partial.replace(output)
+
+
+def walk(names: list[str], results: Path, jobs: int) -> None:
+    """Certify types in processes of their own, some at a time."""
+    import halftune.certify.certify  # noqa: F401, shared by the processes
+
+    context = multiprocessing.get_context("fork")
+    waiting = [name for name in names if not (results / f"{name}.json").exists()]
+    running: dict[str, tuple[Any, float]] = {}
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            name = waiting.pop(0)
+            process = context.Process(target=_one, args=(name, results / f"{name}.json"))
+            process.start()
+            running[name] = process, time.monotonic()
+        time.sleep(0.1)
+        for name, (process, began) in list(running.items()):
+            if process.is_alive() and time.monotonic() - began < LIMIT:
+                continue
+            late = process.is_alive()
+            process.kill()
+            process.join()
+            del running[name]
+            if not (results / f"{name}.json").exists():
+                why = f"not done in {LIMIT:.0f} s" if late else f"the process ended by {process.exitcode}"
+                (results / f"{name}.json").write_text(json.dumps({"broken": why}))
+            print(f"{name} {time.monotonic() - began:.0f} s, {len(waiting)} left", flush=True)
+
+
+def page(found: dict[str, dict[str, Any]]) -> str:
+    """The page of all results."""
+    rows = {kind: one for kind, one in found.items() if "lines" in one}
+    refused = {kind: one["refused"] for kind, one in found.items() if "refused" in one}
+    broken = {kind: one["broken"] for kind, one in found.items() if "broken" in one}
+    passed = sum(one["certified"] for one in rows.values())
+    any_row = next(iter(rows.values()))
+    versions = ", ".join(f"{name} {version}" for name, version in any_row["versions"].items())
+    numbers = {"certified": passed, "count": len(found), "refused": len(refused)}
+    text = HEAD.format(
+        day=date.today().isoformat(),
+        versions=versions,
+        hardware=any_row["hardware"],
+        failed=len(rows) - passed + len(broken),
+        **numbers,
+    )
+    text += f"| model type | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}\n"
+    for kind, one in rows.items():
+        text += f"| `{kind}` | {' | '.join(_mark(one['lines'], heads) for heads in COLUMNS.values())} |\n"
+    text += "\n## Checks that say no\n\n" + "".join(
+        f"- `{kind}`, {line['check']}: {_plain(line['evidence'])}\n"
+        for kind, one in rows.items()
+        for line in one["lines"]
+        if line["verdict"] == "no"
+    )
+    text += "".join(f"- `{kind}`: {_plain(why)}\n" for kind, why in broken.items())
+    text += "\n## What the plan refuses\n\n" + "".join(_refusals(rows))
+    text += "\n## Types that are not trained\n\n" + "".join(
+        f"- `{kind}`: {_plain(why)}\n" for kind, why in refused.items()
+    )
+    return text
+
+
+def _refusals(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """The refusals, each with the types that have it; what a type's own name varies in counts as one."""
+    grouped: dict[str, list[str]] = {}
+    for kind, one in rows.items():
+        for line in one["lines"]:
+            shown = line["check"].startswith(tuple(head for heads in COLUMNS.values() for head in heads))
+            if line["verdict"] == "refused" and shown:
+                why = _plain(line["evidence"]).replace(kind, "this type")
+                grouped.setdefault(f"{line['check']}: {why}", []).append(kind)
+    for what, of in sorted(grouped.items()):
+        yield f"- {what} ({', '.join(f'`{kind}`' for kind in of)})\n"
+
+
+def _mark(lines: list[dict[str, Any]], heads: tuple[str, ...]) -> str:
+    """The sign of a column: the worst of its lines."""
+    verdicts = {line["verdict"] for line in lines if line["check"].startswith(heads)} - {"note"}
+    return next((MARKS[one] for one in ("no", "refused", "yes") if one in verdicts), "·")
+
+
+def _plain(text: str) -> str:
+    """One line, without what a table or this machine's folders would break."""
+    return " ".join(text.split()).replace("|", "/").replace("<", "‹").replace(sys.prefix, "…")
+
+
+def main() -> None:
+    """Walk the types and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="+", metavar="TYPE", help="only these model types; the page is printed")
+    parser.add_argument("--results", metavar="FOLDER", help="keep the results there")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="types at a time (default 2)")
+    args = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    with tempfile.TemporaryDirectory() as scratch:
+        results = Path(args.results or scratch)
+        results.mkdir(parents=True, exist_ok=True)
+        names = args.kinds or kinds()
+        walk(names, results, args.jobs)
+        text = page({name: json.loads((results / f"{name}.json").read_text()) for name in names})
+    if args.kinds:
+        print(text)
+    else:
+        PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
