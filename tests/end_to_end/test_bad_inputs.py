@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -80,7 +81,7 @@ def run(folder: Path, command: str, **variables: str) -> subprocess.CompletedPro
     """A shell line in which ``halftune`` is the command, with a small recipe in the folder."""
     (folder / "x.yaml").write_text(RECIPE)
     (folder / "rows.jsonl").write_text(ROW)
-    start = f"halftune() {{ {sys.executable} -c 'from halftune.cli import main; main()' \"$@\"; }}\n"
+    start = f"halftune() {{ {shlex.quote(sys.executable)} -c 'from halftune.cli import main; main()' \"$@\"; }}\n"
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables}
     line = ["bash", "-o", "pipefail", "-c", start + command]
     return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)

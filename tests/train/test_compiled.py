@@ -29,8 +29,14 @@ def _train_in_graphs(loaded: Any, plan: Any, _rank: int) -> None:
     assert not counters["graph_break"]
 
 
+# A torch in a folder with a space: inductor gives its path to the compiler without quotes.
+INDUCTOR = pytest.param(
+    "lora", "true", "inductor", marks=pytest.mark.skipif(" " in torch.__file__, reason="a space in torch's folder")
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("adapter", "packing", "backend"), [("lora", "true", "inductor"), ("none", "true", CHEAP)])
+@pytest.mark.parametrize(("adapter", "packing", "backend"), [INDUCTOR, ("none", "true", CHEAP)])
 def test_compiled_layers_train_the_same(
     recipe: Any, losses: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: str, packing: str, backend: str
 ) -> None:

@@ -36,9 +36,13 @@ def no_progress_bars() -> Iterator[None]:
 
 @contextmanager
 def ignore_peft_warnings() -> Iterator[None]:
-    """Inside, peft's use of a deprecated transformers attribute causes no warning."""
+    """Inside, peft causes no warnings about what needs no attention of users.
+
+    It uses a deprecated attribute of transformers, and finds Conv1D layers by itself.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False", category=UserWarning)
         yield
 
 

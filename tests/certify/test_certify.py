@@ -1,0 +1,169 @@
+"""The certificate of sound models of eight kinds, and of models that are broken on purpose."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from standins.remote_code_models import stranger
+from transformers import CONFIG_MAPPING
+
+from halftune.certify.certificate import Certificate, Line
+from halftune.certify.certify import certify
+from halftune.certify.runs import resumed
+from halftune.certify.template import conversations
+from halftune.certify.workbench import TOKENIZER, Workbench
+from halftune.cli import main
+from halftune.config.sections.model import ModelSection
+from halftune.hardware.catalogue import lookup
+from halftune.model.locate import locate
+from halftune.train.callbacks.loss_plot import LossPlot
+
+pytestmark = pytest.mark.usefixtures("own_module_cache")
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+KINDS: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4},  # positions are learned, layers are Conv1D
+    "qwen3_moe": {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "moe_intermediate_size": 16},  # fused experts
+    "gpt_oss": {**SIZES, "num_key_value_heads": 2, "head_dim": 8},  # sinks
+    "gemma3_text": {**SIZES, "num_key_value_heads": 2, "head_dim": 8},  # windows
+    "mamba2": {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 8, "state_size": 16},
+}
+BUILTIN = ("qwen2-tiny", "qwen3_5-tiny", "qwen2_5_vl-tiny")  # dense, with linear attention, with a tower
+REFUSED = {
+    "gpt2": {"adapter oft", "adapter loha", "adapter lokr"},
+    "mamba2": {"method reward"},
+    "qwen2_5_vl-tiny": {"method reward", "weights nf4", "weights nf4_single", "weights int8"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LossPlot, "_draw", lambda *_: None)
+
+
+def certified(name: str | Path, **keys: Any) -> Certificate:
+    return certify(ModelSection(name_or_path=str(name), **keys), lookup("a100"), kill=False)
+
+
+def lines(found: Certificate, check: str, verdict: str) -> list[Line]:
+    return [line for line in found.lines if line.check.startswith(check) and line.verdict == verdict]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*KINDS, *BUILTIN])
+def test_a_sound_model_is_certified(tmp_path: Path, kind: str) -> None:
+    name = f"builtin:{kind}"
+    if kind in KINDS:
+        (tmp_path / "config.json").write_text(json.dumps({**CONFIG_MAPPING[kind](**KINDS[kind]).to_dict()}))
+        name = str(tmp_path)
+    found = certified(name)
+    assert found.failed == ()
+    assert {line.check for line in lines(found, "", "refused")} == REFUSED.get(kind, set())
+    whole = {line.check for line in found.lines if line.verdict == "yes"} | REFUSED.get(kind, set())
+    expected = {"parameters", "dtypes bf16", "dtypes fp16", "padded rows", "packing", "resume"}
+    expected |= {f"adapter {one}" for one in ("lora", "oft", "vera", "ia3", "loha", "lokr")}
+    expected |= {f"method {one}" for one in ("sft", "dpo", "kto", "reward", "grpo", "distill")}
+    assert expected <= whole
+    assert bool(lines(found, "images", "yes")) == (kind == "qwen2_5_vl-tiny")
+    assert bool(lines(found, "template", "yes")) == (kind in BUILTIN)
+
+
+SECOND_SYSTEM_IS_LOST = (
+    "{%- for m in messages %}{%- if m.role != 'user' or loop.index > messages | length - 3 %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
+)
+
+
+def test_a_template_that_loses_a_turn_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("halftune.certify.certify._small", no_copy)
+    (tmp_path / "t.jinja").write_text(SECOND_SYSTEM_IS_LOST)
+    found = certified("builtin:qwen2-tiny", chat_template=str(tmp_path / "t.jinja"))
+    (line,) = lines(found, "template", "no")
+    assert "three turns" in line.evidence
+    assert "one turn" not in line.evidence
+
+
+def no_copy(*_args: Any, **_kwargs: Any) -> None:
+    raise RuntimeError("only what needs no copy is looked at")
+
+
+def test_a_forward_that_promotes_is_named_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("halftune.certify.certify._small", no_copy)
+    lines_of_code = (
+        "q = q.float()  # promotes q",
+        "from flash_attn import flash_attn_func",
+        "out = flash_attn_func(q, k, v, causal=True).to(x.dtype)",
+    )
+    made = stranger(tmp_path / "model", "\n".join(lines_of_code), vocab_size=64)
+    found = certified(made.folder, trust_remote_code=True)
+    named = lines(found, "dtypes bf16", "no")
+    assert named
+    assert all(made.marks["q"].rpartition("/")[2] in line.evidence for line in named)
+
+
+IGNORES_POSITIONS = """
+from transformers import GPT2Config, GPT2LMHeadModel
+
+class HeedlessConfig(GPT2Config):
+    model_type = "heedless"
+
+class HeedlessForCausalLM(GPT2LMHeadModel):
+    config_class = HeedlessConfig
+
+    def forward(self, input_ids=None, position_ids=None, **rest):
+        return super().forward(input_ids=input_ids, **rest)
+"""
+
+
+@pytest.mark.slow
+def test_positions_that_are_ignored_in_packed_rows_are_named(tmp_path: Path) -> None:
+    (tmp_path / "modeling_heedless.py").write_text(IGNORES_POSITIONS)
+    classes = {
+        "AutoConfig": "modeling_heedless.HeedlessConfig",
+        "AutoModelForCausalLM": "modeling_heedless.HeedlessForCausalLM",
+    }
+    raw = {**CONFIG_MAPPING["gpt2"](**KINDS["gpt2"]).to_dict(), "model_type": "heedless", "auto_map": classes}
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "architectures": ["HeedlessForCausalLM"]}))
+    found = certified(tmp_path, trust_remote_code=True)
+    assert {line.check for line in found.failed} == {"packing"}
+
+
+def test_there_are_forty_different_conversations_of_eight_kinds() -> None:
+    made = [(kind, json.dumps(row)) for kind, row in conversations()]
+    assert len({row for _, row in made}) == 40
+    assert len({kind for kind, _ in made}) == 8
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_goes_on(tmp_path: Path) -> None:
+    """The run is a process of its own, and what it leaves is what a kill leaves."""
+    folder = tmp_path / "model"
+    shutil.copytree(locate(ModelSection(name_or_path=TOKENIZER)), folder)
+    section = ModelSection(name_or_path=str(folder))
+    (line,) = resumed(Workbench(tmp_path, section, section), kill=True)
+    assert line.verdict == "yes"
+
+
+def test_the_command_says_no_by_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("halftune.certify.certify._small", no_copy)
+    with pytest.raises(SystemExit) as end:
+        main(["certify", "builtin:llama-tiny", "--json", "--hardware", "t4"])
+    assert end.value.code == 4
+    told = json.loads(capsys.readouterr().out)
+    assert told["certified"] is False
+    assert [line["check"] for line in told["lines"] if line["verdict"] == "no"] == ["small copy"]
+    assert {line["check"] for line in told["lines"] if line["verdict"] == "refused"} == {
+        "precision bf16",
+        "dtypes bf16",
+    }
+    with pytest.raises(SystemExit) as end:
+        main(["certify", str(tmp_path), "--json"])
+    assert end.value.code == 3
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "model.config_missing"
