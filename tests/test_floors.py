@@ -30,7 +30,8 @@ FLOORS: dict[str, int] = {
     "halftune.launch": 11,
     "halftune.doctor": 11,
     "halftune_webui": 11,
-    "halftune.cli": 12,
+    "halftune.certify": 12,
+    "halftune.cli": 13,
 }
 ENTRY_POINTS = {"halftune", "halftune.__main__"}  # the version, and `python -m halftune`
 TORCH_FREE = ("halftune.core", "halftune.config", "halftune.hardware", "halftune.plan", "halftune.cli")

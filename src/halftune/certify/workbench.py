@@ -73,9 +73,14 @@ class Workbench:
         training |= sections.pop("training", {})
         data = {"train": str(rows), "max_length": 128} | sections.pop("data", {})
         tree = {
-            "model": plain_section(self.section), "precision": "fp32", "adapter": {"type": "lora", "rank": 4}, "data": data,
-            "training": training, "logging": {"progress": False}, **sections,
-        }  # fmt: skip
+            "model": plain_section(self.section),
+            "precision": "fp32",
+            "adapter": {"type": "lora", "rank": 4},
+            "data": data,
+            "training": training,
+            "logging": {"progress": False},
+            **sections,
+        }
         path = self.folder / f"{name}.yaml"
         path.write_text(json.dumps(tree))  # JSON is YAML
         return load_config(path)
