@@ -121,6 +121,7 @@ def count_trainable(facts: ModelFacts, adapter: AdapterSection) -> Adapted:
     saved = _saved(facts, tensors, adapter)
     low_rank, whole = (sum(math.prod(shape) * count for shape, _, count in some) for some in (updates, saved))
     reason = _reason(adapter, touched, described, whole=whole > 0, estimated=not facts.tensors)
+    reason += _shares(facts, touched, experts)
     inputs = tuple((tensor.shape[-1], len(names)) for tensor, names in touched.items())
     dora = isinstance(adapter, LoraAdapter) and adapter.use_dora
     outputs = sum(tensor.shape[0] * len(names) for tensor, names in touched.items() if dora)
@@ -183,6 +184,19 @@ def _reason(
         "; estimated from the sizes of a Llama": estimated,
     }
     return "".join([reason, *filter(parts.get, parts)])
+
+
+def _shares(facts: ModelFacts, touched: dict[Tensor, list[str]], experts: int) -> str:
+    """How much of the model the adapted modules hold, and fused experts that hold most of it and are left out."""
+    from halftune.plan.experts import expert_tensors
+
+    whole = max(facts.num_parameters, 1)
+    adapted = sum(tensor.size * len(names) for tensor, names in touched.items()) + experts
+    left_out = sum(one.size * one.count for one in expert_tensors(facts)) - experts
+    said = f"; the adapted modules hold {min(adapted / whole, 1):.0%} of the weights"
+    if left_out > whole / 2:
+        said += f"; fused experts hold {left_out / whole:.0%} and are not adapted (see adapter.target_parameters)"
+    return said
 
 
 def is_hidden(tensor: Tensor) -> bool:
