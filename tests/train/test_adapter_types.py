@@ -307,3 +307,13 @@ def test_what_cannot_be_sharded_is_refused_in_the_plan(recipe, name: str) -> Non
     with pytest.raises(PlanError) as refused:
         recipe(f"adapter={KINDS[name]}", "distributed.strategy=fsdp2", world_size=2)
     assert refused.value.code == "plan.strategy_unavailable"
+
+
+@pytest.mark.parametrize(("rate", "warned"), [("1e-2", False), ("1e-12", True)])
+def test_an_adapter_that_changes_nothing_is_named(
+    recipe, caplog: pytest.LogCaptureFixture, rate: str, warned: bool
+) -> None:
+    caplog.set_level("INFO", "halftune.train.adapter_effect")
+    train(*recipe(*STEPS, "precision=bf16", f"training.learning_rate={rate}", machine="cpu-amx"))
+    said = [one for one in caplog.records if one.name == "halftune.train.adapter_effect"]
+    assert [one.levelname == "WARNING" for one in said] == [warned]

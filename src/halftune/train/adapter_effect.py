@@ -1,0 +1,43 @@
+"""Whether a trained adapter changes what the model answers, measured on rows that it was trained on."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import torch
+from peft import PeftModel
+
+from halftune.core.log import FILE_ONLY, get_logger
+from halftune.model.policy import PolicyModel
+from halftune.train.state import TrainState
+from halftune.train.step import forward_pass
+
+log = get_logger(__name__)
+
+
+@torch.no_grad()
+def check_effect(run: TrainState) -> None:
+    """Compare log-probabilities with and without the adapter on the first micro-batch; warn if none differs.
+
+    Costs two forward passes. Not measured for several processes, reward models, and rows that are only prompts.
+    """
+    alone = run.processes == 1 and run.plan.method.head.value != "score" and not run.config.method.samples_answers
+    if not alone or not isinstance(run.model, PeftModel):
+        return
+    with closing(run.feed.steps(0, 1)) as steps:
+        _, batches = next(iter(steps))
+        batch, policy = batches[0].to(run.device), PolicyModel(run.model)
+        was_training = run.model.training
+        run.model.eval()
+        with forward_pass(run):
+            trained = policy.token_logprobs(batch)
+            with policy.without_adapter():
+                before = policy.token_logprobs(batch)
+        run.model.train(was_training)
+    apart = float((trained - before).abs().mean()) if len(trained) else 0.0
+    if apart == 0:
+        why = f"the update is below the rounding of {run.plan.precision.compute.value}, or no gradient reached it"
+        log.warning("the adapter changes no log-probability of %d trained tokens: %s", len(trained), why)
+    else:
+        what = "the adapter changes the log-probabilities of %d trained tokens by %.2g nats on average"
+        log.info(what, len(trained), apart, extra=FILE_ONLY)
