@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-KINDS = ("recipes", "data", "models", "runs")
+KINDS = ("recipes", "steps", "data", "models", "runs")
 
 
 def main() -> int:
