@@ -48,7 +48,8 @@ may differ: `halftune certify MODEL` judges yours in a minute.
 | – | the plan refuses something before a weight is read; listed below the table |
 | ✗ | a check says no; listed below the table |
 
-**{certified} of {count} types are certified.** {refused} are refused, and {failed} fail a check.
+**{certified} of {count} types are certified.** {failed} fail a check. {unjudged} could not be judged: the class's own
+code does not build or run a small copy of its default values. {refused} are not trained, most of them encoders.
 
 | column | what is checked |
 |---|---|
@@ -130,7 +131,9 @@ def walk(names: list[str], results: Path, jobs: int) -> None:
 
 def page(found: dict[str, dict[str, Any]]) -> str:
     """The page of all results."""
-    rows = {kind: one for kind, one in found.items() if "lines" in one}
+    judged = {kind: one for kind, one in found.items() if "lines" in one}
+    unjudged = {kind: one for kind, one in judged.items() if one["lines"][-1]["check"] == "small copy"}
+    rows = {kind: one for kind, one in judged.items() if kind not in unjudged}
     refused = {kind: one["refused"] for kind, one in found.items() if "refused" in one}
     broken = {kind: one["broken"] for kind, one in found.items() if "broken" in one}
     passed = sum(one["certified"] for one in rows.values())
@@ -141,19 +144,23 @@ def page(found: dict[str, dict[str, Any]]) -> str:
         day=date.today().isoformat(),
         versions=versions,
         hardware=any_row["hardware"],
-        failed=len(rows) - passed + len(broken),
+        failed=len(rows) - passed,
+        unjudged=len(unjudged) + len(broken),
         **numbers,
     )
     text += f"| model type | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}\n"
     for kind, one in rows.items():
         text += f"| `{kind}` | {' | '.join(_mark(one['lines'], heads) for heads in COLUMNS.values())} |\n"
+    text += "\n## Types that could not be judged\n\n" + "".join(
+        f"- `{kind}`: {_plain(one['lines'][-1]['evidence'])}\n" for kind, one in unjudged.items()
+    )
+    text += "".join(f"- `{kind}`: {_plain(why)}\n" for kind, why in broken.items())
     text += "\n## Checks that say no\n\n" + "".join(
         f"- `{kind}`, {line['check']}: {_plain(line['evidence'])}\n"
         for kind, one in rows.items()
         for line in one["lines"]
         if line["verdict"] == "no"
     )
-    text += "".join(f"- `{kind}`: {_plain(why)}\n" for kind, why in broken.items())
     text += "\n## What the plan refuses\n\n" + "".join(_refusals(rows))
     text += "\n## Types that are not trained\n\n" + "".join(
         f"- `{kind}`: {_plain(why)}\n" for kind, why in refused.items()

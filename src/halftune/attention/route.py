@@ -151,9 +151,14 @@ def _head_objections(backend: Backend, device: str, capability: tuple[int, int],
         yield f"supports head sizes ≤ {FA4_BLACKWELL_HEAD_DIM} and 256 on {device} (model: {facts.head_dim})"
 
 
+_CLASS_FLAG = {"sdpa": "sdpa", "flex": "flex", "eager": ""}  # flash for all others
+
+
 def _model_objections(backend: Backend, facts: ModelFacts) -> Iterator[str]:
     if facts.family.attention == "own" and backend.name != "eager":
         yield f"{facts.model_type} has its own attention code"
+    elif _CLASS_FLAG.get(backend.name, "flash") in facts.attention_lacks:
+        yield f"transformers' class of {facts.model_type} does not support it"
     if facts.head_dim > backend.max_head_dim:
         yield f"head size {facts.head_dim} exceeds {backend.max_head_dim}"
     elif facts.head_dim % backend.head_dim_multiple:

@@ -11,20 +11,20 @@ from torch import nn
 from torch.nn import functional as F
 
 from halftune.certify.certificate import Line, listed
-from halftune.certify.workbench import Workbench
+from halftune.certify.workbench import Workbench, reported
 from halftune.core.choice import Choice
 from halftune.data.batch import Batch
 from halftune.data.store import NO_LABEL
 from halftune.model.architectures import own_architectures
 from halftune.model.load import load_model
-from halftune.model.packing_check import LENGTHS, TOLERANCE, packed_row, silent
+from halftune.model.packing_check import CANNOT_RUN, LENGTHS, TOLERANCE, packed_row, silent
 from halftune.model.policy import PolicyModel
-from halftune.plan import Plan
 from halftune.train.setup import check_packing
 
 # fp32 at random weights: the largest sound error of all types of transformers is a tenth of it.
 GRADIENTS = 1e-3
 _SMALL = 1e-3  # gradients below this share of the largest one are measured against it
+Gradients = tuple[float, dict[str, torch.Tensor]]  # a loss, and the gradient of each parameter by name
 FIRST, LAST = 100, 1000  # token ids: none is a special token
 
 
@@ -37,26 +37,25 @@ def same_numbers(bench: Workbench) -> Iterator[Line]:
         own = _own_gradients(load_model(loaded.run.model, plan), bench, samples)
         padded = load_model(loaded.run.model, replace(plan, batch=replace(plan.batch, packing=Choice(False, ""))))
         yield _compared("padded rows", *_gradients(padded, _padded(samples)), own, "in one padded batch")
-        verdict = check_packing(bench.section, plan)
-        if not verdict.value:
-            yield Line("packing", "no", verdict.reason, "rows of this model are padded: data.packing: false")
-            return
-        packed = load_model(loaded.run.model, _packing(plan))
-        yield _compared("packing", *_gradients(packed, _packed(samples)), own, "packed into one row")
+        lines: list[Line] = []
+        with reported("packing", lines):
+            lines.append(_packing(bench, own, samples))
+        yield from lines
 
 
-def _packing(plan: Plan) -> Plan:
-    why = "samples are packed"
-    return replace(
-        plan,
-        attention=replace(plan.attention, varlen=Choice("segments", why)),
-        batch=replace(plan.batch, packing=Choice(True, why)),
-    )
+def _packing(bench: Workbench, own: Gradients, samples: list[torch.Tensor]) -> Line:
+    """Compare a packed row; rows of a model that cannot be packed are padded, and the plan says so."""
+    loaded = bench.recipe("packed", adapter="none", data={"packing": True})
+    plan = bench.plan(loaded)
+    verdict = check_packing(bench.section, plan)
+    if not verdict.value:
+        refused = CANNOT_RUN in verdict.reason
+        return Line("packing", "refused" if refused else "no", verdict.reason, "rows are padded: data.packing: false")
+    packed = load_model(loaded.run.model, plan)
+    return _compared("packing", *_gradients(packed, _packed(samples)), own, "packed into one row")
 
 
-def _compared(
-    check: str, loss: float, found: dict[str, torch.Tensor], own: tuple[float, dict[str, torch.Tensor]], how: str
-) -> Line:
+def _compared(check: str, loss: float, found: dict[str, torch.Tensor], own: Gradients, how: str) -> Line:
     """Compare a loss and gradients with those of the samples alone."""
     right, expected = own
     apart = abs(loss - right) / max(abs(right), 1e-9)
@@ -99,7 +98,7 @@ def _packed(samples: list[torch.Tensor]) -> Batch:
     return Batch({**tokens, "labels": labels}, row)
 
 
-def _gradients(model: nn.Module, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
+def _gradients(model: nn.Module, batch: Batch) -> Gradients:
     _without_router_loss(model)
     model.eval()  # no dropout
     loss = PolicyModel(model).nll_sum(batch)
@@ -107,7 +106,7 @@ def _gradients(model: nn.Module, batch: Batch) -> tuple[float, dict[str, torch.T
     return float(loss.detach()), _taken(model)
 
 
-def _own_gradients(ours: Any, bench: Workbench, samples: list[torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
+def _own_gradients(ours: Any, bench: Workbench, samples: list[torch.Tensor]) -> Gradients:
     """The summed loss and gradients of the class's own code, each sample alone."""
     with own_architectures():
         model: Any = type(ours).from_pretrained(

@@ -19,7 +19,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from halftune.certify.certificate import Line, listed
-from halftune.certify.workbench import Workbench, plain_section, reported
+from halftune.certify.workbench import TOKENIZER, Workbench, reported
 from halftune.config.load import LoadedConfig
 from halftune.config.sections.method import METHOD_SECTIONS
 from halftune.model.adapters import load_adapter
@@ -93,7 +93,7 @@ def methods(bench: Workbench, hardware: Any, facts: Any) -> Iterator[Line]:
                 (bench.folder / "rewards.py").write_text(_REWARD)
                 settings["rewards"] = [{"function": "alternate", "file": str(bench.folder / "rewards.py")}]
             if name == "distill":
-                settings["teacher"] = plain_section(bench.section)
+                settings["teacher"] = TOKENIZER  # of the same vocabulary
             loaded = bench.recipe(f"method-{name}", section.records[0], method=settings, data={"packing": False})
             what = f"two steps on the small copy: {train_losses(bench, loaded)}"
             if name != "distill":  # of a teacher of its own

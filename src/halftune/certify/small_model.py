@@ -17,6 +17,7 @@ from halftune.model.towers import text_config_name
 from halftune.model.without_weights import build
 from halftune.plan import Plan
 
+_FIRST_ID = 100  # no special token
 _WIDE, _NARROW = ("intermediate_size", "ffn_dim", "vocab_size"), 128
 _DEPTHS = ("num_hidden_layers", "depth", "num_layers", "encoder_layers", "n_layers", "layers")
 _WIDTH_OF_TEXT = ("out_hidden_size", "text_hidden_size")
@@ -50,6 +51,8 @@ def write_small_checkpoint(
         model = build(small, section, plan, "eager")
         model.tie_weights()
         randomise(model.parameters())
+        ids_BT = torch.arange(_FIRST_ID, _FIRST_ID + 16).reshape(2, 8)
+        model.eval()(input_ids=ids_BT, use_cache=False).logits.sum().backward()
     with no_progress_bars():
         model.save_pretrained(folder)
     for code in source.glob("*.py") if source is not None else ():

@@ -73,7 +73,7 @@ class Workbench:
         training |= sections.pop("training", {})
         data = {"train": str(rows), "max_length": 128} | sections.pop("data", {})
         tree = {
-            "model": plain_section(self.section),
+            "model": _plain(self.section),
             "precision": "fp32",
             "adapter": {"type": "lora", "rank": 4},
             "data": data,
@@ -96,7 +96,7 @@ class Workbench:
     def asked(self, name: str, **sections: Any) -> LoadedConfig:
         """A recipe of the model itself, to plan with."""
         tree = {
-            "model": plain_section(self.whole), "adapter": {"type": "lora"}, "data": {"train": "builtin:python-docs"},
+            "model": _plain(self.whole), "adapter": {"type": "lora"}, "data": {"train": "builtin:python-docs"},
             "training": {"output_dir": str(self.folder / "never")}, **sections,
         }  # fmt: skip
         path = self.folder / f"{name}.yaml"
@@ -104,8 +104,7 @@ class Workbench:
         return load_config(path, look_at_files=False)
 
 
-def plain_section(section: ModelSection) -> dict[str, Any]:
-    """A model's section as it stands in a recipe."""
+def _plain(section: ModelSection) -> dict[str, Any]:
     return section.model_dump(mode="json", exclude_unset=True)
 
 

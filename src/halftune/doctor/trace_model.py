@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.jit import _state as jit_state
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PretrainedConfig
+from transformers.masking_utils import eager_mask
 from transformers.utils import logging as transformers_logging
 
 from halftune.attention.contract import (
@@ -26,6 +27,7 @@ from halftune.attention.contract import (
 from halftune.config.run import RunConfig
 from halftune.core.errors import HalftuneError
 from halftune.doctor.inputs import inputs_for, untraced_towers
+from halftune.model.architectures import multimodal_auto
 from halftune.model.packing_check import small_copy
 from halftune.model.remote_code import last_line, remote_code_error
 from halftune.model.without_weights import build, prepare, read_config
@@ -107,6 +109,8 @@ def trace_model(config: RunConfig, plan: Plan, *, real: bool = False) -> TraceRe
     around = skip_triton_kernels() if foreign else nullcontext()
     with _silent(), _as_python(), _registered(tracer), around, flash_attn_importable(), tracer.importing():
         model_config = read_config(config.model)
+        if _may_read_masks(model_config):
+            AttentionMaskInterface.register(NAME, eager_mask)
         if real:
             _small(model_config, config, plan, tracer)
         else:
@@ -232,6 +236,12 @@ def _scale(plan: Plan, tracer: Tracer) -> float:
     if logits is None:
         return 1.0
     return plan.batch.tokens_per_step / max(plan.batch.world_size, 1) / (logits.shape[0] * logits.shape[1])
+
+
+def _may_read_masks(config: PretrainedConfig) -> bool:
+    """Whether the model's class has no flash attention, so that its code may read the mask."""
+    classes = (auto._model_mapping.get(type(config), None) for auto in (AutoModelForCausalLM, multimodal_auto(config)))
+    return any(not getattr(one, "_supports_flash_attn", True) for one in classes if one is not None)
 
 
 def _sees(plan: Plan) -> bool:

@@ -97,7 +97,7 @@ def load_model(
         route_linear_layers(loaded, plan)
     route_experts(loaded, plan)
     compute_as_planned(loaded, plan, for_training=for_training)
-    _mark_kept(loaded, plan)
+    mark_kept_by_code(loaded, plan)
     weights.model(loaded)
     sync_tying_config(loaded)
     cast_qk_to_compute_dtype(loaded, plan)
@@ -151,7 +151,7 @@ def _auto_class(plan: Plan, config: PretrainedConfig | None) -> Any:
     return AutoModelForCausalLM if config is None else multimodal_auto(config)
 
 
-def _mark_kept(model: PreTrainedModel, plan: Plan) -> None:
+def mark_kept_by_code(model: PreTrainedModel, plan: Plan) -> None:
     """Mark weights that the model's code keeps in fp32, by its class's lists or by their dtype, for saving too.
 
     The lists apply to every half format of the run, also if weights are loaded in fp32 and saved in half precision.

@@ -48,7 +48,7 @@ def describe(raw: dict[str, Any], *, multimodal: bool) -> dict[str, Any]:
     Returns:
         ``text``: the decoder's settings with all defaults. ``tied``: whether the head shares the embedding's weight.
         ``tensors``, and ``towers`` for those of the towers: entries of (name with ``*`` for the layer, shape, kind,
-        layers).
+        layers). ``lacks``: the attention implementations that the decoder's class does not support.
     """
     try:
         with silent(), own_architectures(), torch.random.fork_rng(devices=[]):
@@ -85,10 +85,19 @@ def _listed(config: PreTrainedConfig, model: PreTrainedModel, multimodal: bool) 
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     return {
         "text": _settings(config),
+        "lacks": _lacks(model),
         "tied": head is not None and table is not None and _weight(head) is _weight(table),
         "towers": [[name, shape, kind, layers] for (name, shape, kind), layers in groups[True].items()],
         "tensors": [[name, shape, kind, layers] for (name, shape, kind), layers in groups[False].items()],
     }
+
+
+def _lacks(model: PreTrainedModel) -> list[str]:
+    """Attention implementations of transformers that the decoder's class declares as unsupported."""
+    found = model.get_decoder()
+    decoder = found if isinstance(found, PreTrainedModel) else model
+    flags = {"flash": "_supports_flash_attn", "sdpa": "_supports_sdpa", "flex": "_supports_flex_attn"}
+    return [name for name, flag in flags.items() if not getattr(decoder, flag, True)]
 
 
 def _kinds(model: PreTrainedModel) -> dict[str, str]:

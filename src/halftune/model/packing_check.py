@@ -24,6 +24,7 @@ LENGTHS = (11, 19, 6)  # longer than the reduced window, all different
 TOLERANCE = 1e-5
 VOCABULARY, _MAX_LAYERS = 128, 8  # of the copy
 _VECTOR_NOISE = 0.1
+CANNOT_RUN = "cannot run packed rows"
 # Upper limits of sizes that only cost time; windows are shorter than the samples.
 _LIMITS = {
     **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 64),
@@ -87,7 +88,7 @@ def packing_verdict(
             said = (
                 refusal.what if isinstance(refusal, HalftuneError) else first_line(refusal)
             )  # the caller adds the remedy
-            return Choice(False, f"a small copy of {kind} cannot run packed rows: {said}")
+            return Choice(False, f"a small copy of {kind} {CANNOT_RUN}: {said}")
     if error > TOLERANCE:
         return Choice(
             False, f"packed samples of {kind} attend to each other: relative logit error {error:.1e} on a small copy"

@@ -23,6 +23,7 @@ from halftune.core.errors import HalftuneError, ModelError
 from halftune.model.adapters import attach_adapter
 from halftune.model.architectures import multimodal_auto, no_progress_bars, own_architectures, remote_class
 from halftune.model.architectures import read_config as read_checkpoint_config
+from halftune.model.load import mark_kept_by_code
 from halftune.model.patch import cast_qk_to_compute_dtype, route_experts
 from halftune.model.remote_code import attention_for, remote_code_error
 from halftune.model.runtime_buffers import compute_in_fp32
@@ -108,6 +109,7 @@ def prepare(model: PreTrainedModel, config: RunConfig, plan: Plan, mode: FakeTen
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and (stays_fp32(name, parameter, keep) or own.search(name)):
             parameter.data = parameter.data.float()
+    mark_kept_by_code(model, plan)
     compute_in_fp32(model, config.model, stored=True)
     model.config.use_cache = False
     route_experts(model, plan)

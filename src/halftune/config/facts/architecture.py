@@ -83,7 +83,7 @@ log = get_logger(__name__)
 TensorKind = Literal["linear", "conv1d", "router", "head", "embedding", "parameter"]
 BUILDER = "halftune.model.meta_shapes"
 TIME_LIMIT = 300.0  # seconds; importing torch the first time takes a minute on a slow disk
-FORMAT = 3  # version of cached answers
+FORMAT = 4  # version of cached answers
 # More than any model has; building layers takes time even on the meta device.
 MOST_LAYERS = 2000
 
@@ -137,12 +137,14 @@ class Architecture:
         tied: whether head and embedding share weights.
         towers: the towers' weights.
         tensors: the language model's weights.
+        lacks: of ``flash``, ``sdpa`` and ``flex``, what the decoder's class declares as unsupported.
     """
 
     text: dict[str, Any]
     tied: bool
     towers: tuple[Tensor, ...]
     tensors: tuple[Tensor, ...]
+    lacks: tuple[str, ...] = ()
 
 
 def architecture_of(raw: dict[str, Any], *, multimodal: bool) -> Architecture | None:
@@ -184,7 +186,7 @@ def _read(answer: dict[str, Any]) -> Architecture | None:
         tuple(Tensor(name, tuple(shape), tuple(layers), kind) for name, shape, kind, layers in answer[part])
         for part in ("towers", "tensors")
     )
-    return Architecture(answer["text"], answer["tied"], towers, tensors)
+    return Architecture(answer["text"], answer["tied"], towers, tensors, tuple(answer["lacks"]))
 
 
 def _too_deep(part: Any) -> bool:
