@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from halftune.attention.backends import BACKENDS
 from halftune.attention.contract import AttentionPlan
@@ -210,6 +211,23 @@ def test_families_with_attention_code_of_their_own() -> None:
     assert (routed.provider.value, routed.varlen.value) == ("model", "none")
     with pytest.raises(PlanError, match="packed rows"):
         route("a100", facts=model("falcon"), packing=True)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "machine", "expected"),
+    [
+        ("llama4_text", "a100", "sdpa"),
+        ("axk2", "h200", "sdpa"),
+        ("deepseek_v4", "a100", "eager"),
+        ("doge", "t4", "sdpa"),
+    ],
+)
+def test_what_the_class_of_transformers_does_not_support(model_type: str, machine: str, expected: str) -> None:
+    """Our backends are no names that transformers knows, so it would not refuse them."""
+    facts = facts_from_config(CONFIG_MAPPING[model_type]().to_dict(), model_type)
+    routed = route(machine, facts=facts, packages=FLASH)
+    assert routed.softmax.value == expected
+    assert "class" in why_not(routed, "fa2 (flash_attn)")
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])

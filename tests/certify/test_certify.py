@@ -106,6 +106,24 @@ def test_a_forward_that_promotes_is_named_with_its_line(tmp_path: Path, monkeypa
     assert all(made.marks["q"].rpartition("/")[2] in line.evidence for line in named)
 
 
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("afmoe", {"num_key_value_heads": 2, "head_dim": 8, "moe_intermediate_size": 16}),  # keeps weights in fp32
+        ("axk2", {"moe_intermediate_size": 16}),  # its indexer reads the mask
+        ("gemma3", {}),  # its towers look at values while they are made
+    ],
+)
+def test_what_the_doctor_took_for_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, sizes: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("halftune.certify.certify._small", no_copy)
+    config = CONFIG_MAPPING[kind](**{**SIZES, **sizes} if sizes else {})
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    found = certified(tmp_path)
+    assert {line.check for line in lines(found, "dtypes", "yes")} == {"dtypes bf16", "dtypes fp16"}
+
+
 IGNORES_POSITIONS = """
 from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -55,6 +55,7 @@ def write_small_checkpoint(
         model.eval()(input_ids=ids_BT, use_cache=False).logits.sum().backward()
     with no_progress_bars():
         model.save_pretrained(folder)
+        type(model).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     for code in source.glob("*.py") if source is not None else ():
         shutil.copy(code, folder)
     return model

@@ -49,6 +49,7 @@ def describe(raw: dict[str, Any], *, multimodal: bool) -> dict[str, Any]:
         ``text``: the decoder's settings with all defaults. ``tied``: whether the head shares the embedding's weight.
         ``tensors``, and ``towers`` for those of the towers: entries of (name with ``*`` for the layer, shape, kind,
         layers). ``lacks``: the attention implementations that the decoder's class does not support.
+        ``experts``: names of linear layers that peft treats as experts.
     """
     try:
         with silent(), own_architectures(), torch.random.fork_rng(devices=[]):
@@ -86,6 +87,7 @@ def _listed(config: PreTrainedConfig, model: PreTrainedModel, multimodal: bool) 
     return {
         "text": _settings(config),
         "lacks": _lacks(model),
+        "experts": _expert_names(config, model),
         "tied": head is not None and table is not None and _weight(head) is _weight(table),
         "towers": [[name, shape, kind, layers] for (name, shape, kind), layers in groups[True].items()],
         "tensors": [[name, shape, kind, layers] for (name, shape, kind), layers in groups[False].items()],
@@ -98,6 +100,16 @@ def _lacks(model: PreTrainedModel) -> list[str]:
     decoder = found if isinstance(found, PreTrainedModel) else model
     flags = {"flash": "_supports_flash_attn", "sdpa": "_supports_sdpa", "flex": "_supports_flex_attn"}
     return [name for name, flag in flags.items() if not getattr(decoder, flag, True)]
+
+
+def _expert_names(config: PreTrainedConfig, model: PreTrainedModel) -> list[str]:
+    """Names of linear layers that peft treats as experts."""
+    if "expert" not in json.dumps(config.to_dict(), default=str):
+        return []
+    from halftune.model.adapters.peft_experts import mistaken_for_experts  # imports peft
+
+    linear, _, _ = linear_layers(model)
+    return sorted({name.rpartition(".")[2] for name in mistaken_for_experts(model, list(linear))})
 
 
 def _kinds(model: PreTrainedModel) -> dict[str, str]:

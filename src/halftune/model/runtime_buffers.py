@@ -72,13 +72,17 @@ def compute_in_fp32(model: PreTrainedModel, section: ModelSection, *, stored: bo
         log.info("computed %d runtime buffers in fp32: %s", len(given), some)
 
 
+_FACTORS = ("mup_vector",)  # of activations, which the code does not cast: fp32 would promote them
+
+
 def _replace_buffers(module: nn.Module, fresh: nn.Module, *, stored: bool) -> list[str]:
     """Take non-persistent buffers, or all if ``stored``, from a module of the same type; returns their names."""
     given = []
     for name, buffer in module._buffers.items():
         new = fresh._buffers.get(name) if stored or name in module._non_persistent_buffers_set else None
         if buffer is not None and new is not None and new.shape == buffer.shape:
-            module._buffers[name] = new if buffer.is_meta else new.to(buffer.device)
+            placed = new if buffer.is_meta else new.to(buffer.device)
+            module._buffers[name] = placed.to(buffer.dtype) if name in _FACTORS else placed
             given.append(name)
     return given
 

@@ -27,6 +27,7 @@ from halftune.model.load import mark_kept_by_code
 from halftune.model.patch import cast_qk_to_compute_dtype, route_experts
 from halftune.model.remote_code import attention_for, remote_code_error
 from halftune.model.runtime_buffers import compute_in_fp32
+from halftune.model.towers import for_parts
 from halftune.plan import Plan
 from halftune.precision.dtypes import stays_fp32, torch_dtype
 from halftune.precision.trace.fake_tensors import NEEDS_VALUES, FakeTensors
@@ -70,9 +71,13 @@ def build(config: PretrainedConfig, section: ModelSection, plan: Plan, attention
             autos = (AutoModelForCausalLM, multimodal_auto(config))
             for auto in autos if plan.towers is None else reversed(autos):  # with towers, the class of config.json
                 if type(config) in auto._model_mapping or "auto_map" in vars(config):
-                    return auto.from_config(
-                        config, dtype=dtype, attn_implementation=attention, trust_remote_code=remote
-                    )
+                    options = {"dtype": dtype, "trust_remote_code": remote}
+                    try:
+                        return auto.from_config(config, attn_implementation=attention, **options)
+                    except KeyError as error:  # some towers look the name up in a table of their own
+                        if error.args != (attention,):
+                            raise
+                    return auto.from_config(config, attn_implementation=for_parts(config, attention), **options)
             return _by_type(config)._from_config(config, dtype=dtype, attn_implementation=attention)
     except (HalftuneError, *NEEDS_VALUES):
         raise

@@ -345,9 +345,9 @@ def _check_saved(facts: ModelFacts, adapter: LoraAdapter | PeftAdapter) -> None:
 
 
 def _check_dora(facts: ModelFacts, adapter: LoraAdapter | PeftAdapter, kinds: list[str]) -> None:
-    lost = [kind for kind in kinds if kind in facts.family.expert_names]
+    lost = [kind for kind in kinds if kind in facts.expert_modules]
     if isinstance(adapter, PeftAdapter):
-        _check_type(facts, adapter, lost, kinds)
+        _check_type(facts, adapter, kinds)
     elif adapter.use_dora and lost:
         what = f"DoRA on {', '.join(lost)} of {facts.model_type}: peft has no DoRA for names of experts"
         others = ", ".join(kind for kind in kinds if kind not in lost)
@@ -355,13 +355,11 @@ def _check_dora(facts: ModelFacts, adapter: LoraAdapter | PeftAdapter, kinds: li
         raise PlanError(what, where="adapter.use_dora", remedy=remedy, code="plan.dora_on_experts")
 
 
-def _check_type(facts: ModelFacts, adapter: PeftAdapter, experts: list[str], kinds: list[str]) -> None:
+def _check_type(facts: ModelFacts, adapter: PeftAdapter, kinds: list[str]) -> None:
     """Refuse bases for which peft has no such adapter, or could not load it again."""
     what, kind = "", adapter.model_dump()["type"]
     if format_of(facts.quantization).bytes_per_param is not None:
         what = f"quantised weights ({facts.quantization})"
-    elif experts:
-        what = f"{', '.join(experts)} of {facts.model_type}, which peft takes for experts"
     elif kind == "oft" and "kv_b_proj" in kinds:  # of multi-head latent attention
         what = "kv_b_proj, whose inputs have four dimensions, which peft takes for images"
     if what:

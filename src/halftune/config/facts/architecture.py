@@ -138,6 +138,7 @@ class Architecture:
         towers: the towers' weights.
         tensors: the language model's weights.
         lacks: of ``flash``, ``sdpa`` and ``flex``, what the decoder's class declares as unsupported.
+        experts: linear layers that peft treats as experts.
     """
 
     text: dict[str, Any]
@@ -145,6 +146,7 @@ class Architecture:
     towers: tuple[Tensor, ...]
     tensors: tuple[Tensor, ...]
     lacks: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
 
 
 def architecture_of(raw: dict[str, Any], *, multimodal: bool) -> Architecture | None:
@@ -186,7 +188,8 @@ def _read(answer: dict[str, Any]) -> Architecture | None:
         tuple(Tensor(name, tuple(shape), tuple(layers), kind) for name, shape, kind, layers in answer[part])
         for part in ("towers", "tensors")
     )
-    return Architecture(answer["text"], answer["tied"], towers, tensors, tuple(answer["lacks"]))
+    lacks, experts = (tuple(answer[name]) for name in ("lacks", "experts"))
+    return Architecture(answer["text"], answer["tied"], towers, tensors, lacks, experts)
 
 
 def _too_deep(part: Any) -> bool:

@@ -113,9 +113,22 @@ def is_reward_model(raw: dict[str, Any]) -> bool:
     return outputs == 1 and isinstance(named, list) and str(named[:1]).endswith("ForSequenceClassification']")
 
 
+@cache
 def scoring_class(model_type: str) -> str:
-    """The class of transformers that scores sequences with a model of this type; empty if there is none."""
-    return _classes("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES").get(model_type, "")
+    """The class of transformers that scores sequences with a model of this type, by a layer called ``score``.
+
+    Empty if there is none. Read from transformers' source, since importing it takes seconds.
+    """
+    name = _classes("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES").get(model_type, "")
+    folder = model_type.replace("-", "_")
+    spec = importlib.util.find_spec("transformers")
+    if not name or spec is None or not spec.submodule_search_locations:
+        return name
+    source = Path(next(iter(spec.submodule_search_locations))) / "models" / folder / f"modeling_{folder}.py"
+    if not source.is_file():
+        return name
+    found = re.search(rf"^class {name}\(.*?(?=^class |\Z)", source.read_text(encoding="utf-8"), re.M | re.S)
+    return "" if found and "score" not in found[0] and "Generic" not in found[0].splitlines()[0] else name
 
 
 def check_causal(raw: dict[str, Any], *, where: str, trust_remote_code: bool, multimodal: bool = False) -> None:
@@ -213,7 +226,6 @@ class Family:
         keep_fp32: patterns of parameters that stay fp32 in every storage dtype.
         why_fp32: the reason; empty if the model's code defines them in fp32.
         lora_exclude: linear layers that peft refuses to adapt, since fused kernels read their weights directly.
-        expert_names: linear layers that peft treats as experts, for which it has no DoRA.
     """
 
     kind: Literal["decoder", "encoder", "encoder-decoder", "pictures", "other"] = "decoder"
@@ -229,7 +241,6 @@ class Family:
     keep_fp32: tuple[str, ...] = ()
     why_fp32: str = ""
     lora_exclude: tuple[str, ...] = ()
-    expert_names: tuple[str, ...] = ()
 
 
 _CONV = ("causal_conv1d",)
@@ -237,7 +248,6 @@ _DELTA, _KDA, _SSD = (*_CONV, "gated_delta_rule"), (*_CONV, "kda"), (*_CONV, "ss
 _D = r"\.D$"  # of a state-space mixer
 _MIXER_D, _MAMBA_D = (rf"\.mixer{_D}",), (rf"\.mamba{_D}",)
 _READ_PAST = ("out_proj", "conv1d")
-_GATED = ("gate_proj", "up_proj", "down_proj", "gate")
 _DELTA_RULE = Family(hybrid=True, operators=_DELTA, fla=True, packs=True)
 _DELTA_PER_CHANNEL = Family(hybrid=True, operators=_KDA, fla=True, packs=True)
 _CONVOLUTION = Family(hybrid=True, operators=_CONV, packs=True)
@@ -250,9 +260,7 @@ FAMILIES: dict[str, Family] = {
     # softmax attention
     **dict.fromkeys(("gpt2", "gpt_bigcode", "opt"), _LEARNED),
     **dict.fromkeys(("llama", "mistral", "phi", "phi3", "qwen2", "gpt_neox", "olmo", "stablelm", "qwen2_moe"), _ROTARY),
-    "mixtral": Family(positions="rotary", expert_names=("w1", "w2", "w3", "gate")),
-    "qwen3_moe": Family(expert_names=_GATED),
-    "olmoe": Family(expert_names=_GATED),
+    "mixtral": _ROTARY,
     "gpt_oss": Family(sinks=True, keep_fp32=(r"(^|\.)(norm|input_layernorm|post_attention_layernorm)\.weight$",)),
     "mimo_v2_flash": Family(sinks=True),
     **dict.fromkeys(("gemma", "gemma2"), Family(positions="rotary", overflows_fp16=True)),
@@ -266,7 +274,7 @@ FAMILIES: dict[str, Family] = {
     ),
     **dict.fromkeys(("bloom", "mpt"), Family(attention="own", positions="alibi")),
     # linear attention, state spaces, convolutions
-    "qwen3_next": Family(hybrid=True, operators=_DELTA, fla=True, packs=True, expert_names=_GATED),
+    "qwen3_next": Family(hybrid=True, operators=_DELTA, fla=True, packs=True),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "olmo_hybrid"), _DELTA_RULE),
     "qwen4_exp": Family(
         hybrid=True,

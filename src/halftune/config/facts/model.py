@@ -64,6 +64,7 @@ class ModelFacts:
         tower_parameters: number of weights of its towers, not included in ``num_parameters``.
         tower_tensors: the weights of its towers by name and shape, as ``tensors``.
         attention_lacks: of ``flash``, ``sdpa`` and ``flex``, what transformers' class declares as unsupported.
+        expert_modules: linear layers that peft treats as experts, on which it has no DoRA.
         prediction_heads: names of its tensors for multi-token prediction, which transformers does not load.
         text_type: ``model_type`` of the decoder, if it is a part of the model.
         scores: whether the checkpoint is a reward model: its output layer has one output.
@@ -102,6 +103,7 @@ class ModelFacts:
     tower_parameters: int = 0
     tower_tensors: tuple[Tensor, ...] = ()
     attention_lacks: tuple[str, ...] = ()
+    expert_modules: tuple[str, ...] = ()
     prediction_heads: tuple[str, ...] = ()
     text_type: str = ""
     scores: bool = False
@@ -223,6 +225,7 @@ def facts_from_config(
         tower_parameters=_elements(towers) or (sum(one.size * one.count for one in built.towers) if built else 0),
         tower_tensors=built.towers if built else (),
         attention_lacks=built.lacks if built else (),
+        expert_modules=built.experts if built else (),
     )
     return _counted(facts, headers)
 
