@@ -14,6 +14,7 @@ import pytest
 from halftune.config.sections.data import BUILTIN_DATA, SourceSection
 from halftune.core.errors import DataError
 from halftune.data.detect import detect
+from halftune.data.files import read_file
 from halftune.data.pipeline import prepare
 from halftune.data.sources import open_source
 
@@ -426,3 +427,12 @@ def test_content_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> Non
     with pytest.raises(DataError) as error:
         source.check()
     assert error.value.code == "data.changed_during_run"
+
+
+def test_a_byte_order_mark_between_joined_files_is_named(tmp_path: Path) -> None:
+    row = '{"prompt": "1 + 1?", "completion": "2"}\n'.encode("utf-8-sig")
+    (tmp_path / "joined.jsonl").write_bytes(row + row)
+    with pytest.raises(DataError) as caught:
+        read_file(tmp_path / "joined.jsonl")
+    assert (caught.value.code, caught.value.where) == ("data.malformed_row", f"{tmp_path / 'joined.jsonl'} line 2")
+    assert "U+FEFF" in caught.value.what

@@ -20,6 +20,7 @@ from halftune.data.formats.fields import BadJson, find_fault, parse
 AGAIN = "corrupt file or wrong extension; download it again"
 # largest accepted decompression ratio; size in bytes that is always accepted
 _RATIO, _SMALL = 100, 1 << 26
+_BOM = "\ufeff"  # the byte order mark
 LARGE = 1 << 24  # bytes of JSON Lines, Parquet or Arrow content from which rows are not held in memory
 _KINDS = {list: "a list", str: "text", type(None): "null", bool: "true or false"}
 
@@ -174,6 +175,8 @@ def parse_line(path: Path, number: int, line: str) -> dict[str, Any]:
         row, suspect = parse(line)
     except BadJson as error:
         what = f"{error.what} at column {error.column}" if error.column else error.what
+        if line.startswith(_BOM):
+            what = "the line begins with a byte order mark (U+FEFF): two files were joined"
         raise DataError(what, where=where, remedy="correct or remove the line", code="data.malformed_row") from error
     return _object(row, where, suspect)
 
