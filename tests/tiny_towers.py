@@ -10,9 +10,9 @@ import torch
 from tiny_model import SIZES
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, PretrainedConfig, initialization
 
+from halftune.certify.small_model import small_config
 from halftune.config.builtin_models import BUILTIN_MODELS
 from halftune.model.architectures import no_progress_bars
-from halftune.model.packing_check import shrunk_config
 
 VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 _LLAMA = {**BUILTIN_MODELS["llama-tiny"], **SIZES["llama-tiny"], "vocab_size": 256}
@@ -80,60 +80,17 @@ def multimodal(folder: Path, kind: str = "qwen3_5", dtype: torch.dtype = torch.b
 def few_layers(kind: str) -> PretrainedConfig:
     """The default config of a model type with a small language model, and towers of few layers and their own widths."""
     config: Any = CONFIG_MAPPING[kind]()
-    text = config.get_text_config(decoder=True)
-    if text is config:
-        return type(config).from_dict(_shallow(shrunk_config(config)))
-    said = type(text).from_dict({**text.to_dict(), **_SAID.get(kind, {})})
-    shorter = _turning(shrunk_config(said))
-    for name in config.sub_configs:
-        if (part := vars(config).get(name)) is not None:
-            small = shorter if part is text else _shallow(part.to_dict(), layers=1)
-            small |= {one: shorter["hidden_size"] for one in ("out_hidden_size", "text_hidden_size") if one in small}
-            setattr(config, name, type(part).from_dict(small))
-    wide = {one: _NARROW for one, value in vars(config).items() if one.endswith(_WIDE) and isinstance(value, int)}
-    config.update(wide)
-    config.update(dict.fromkeys((one for one in ("image_token_id", "image_token_index") if one in vars(config)), 120))
-    return config
+    config.get_text_config(decoder=True).update(SAID.get(kind, {}))
+    return small_config(config)
 
 
 # What published checkpoints say, where the code contradicts the default config: sections of 32 numbers turn.
 _HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
-_SAID = {
+SAID = {
     **dict.fromkeys(("glm46v", "glm4v", "glmga"), _HALF),
     "glm4v_moe": {"head_dim": 128},
     "glm5_next": {"linear_num_heads": 2},
 }
-
-
-def _turning(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a text config; of a head as many numbers turn as its positions have sections for."""
-    rope = values.get("rope_parameters") or {}
-    if sections := rope.get("mrope_section"):
-        size = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
-        values["rope_parameters"] = {**rope, "partial_rotary_factor": 2 * sum(sections) / size}
-    return values
-
-
-def _shallow(values: dict[str, Any], layers: int = 2) -> dict[str, Any]:
-    """The values of a tower's config with so many layers; of its parts, too."""
-    values = {str(key): value for key, value in values.items()}  # labels of classes are numbered
-    small = dict(values)
-    depths = {key: value for key, value in values.items() if key in _DEPTHS and isinstance(value, int)}
-    small |= dict.fromkeys(depths, layers)
-    small |= {key: _NARROW for key, value in values.items() if key.endswith(_WIDE) and isinstance(value, int)}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            small[key] = _shallow(value, layers)
-        elif isinstance(value, list) and value and all(isinstance(one, int) for one in value):
-            if key.endswith(("_indexes", "_indices", "_layers")):
-                small[key] = list(range(layers))[: len(value)]
-        elif isinstance(value, list) and len(value) in depths.values():
-            small[key] = value[:layers]
-    return small
-
-
-_WIDE, _NARROW = ("intermediate_size", "ffn_dim", "vocab_size"), 128
-_DEPTHS = ("num_hidden_layers", "depth", "num_layers", "encoder_layers", "n_layers", "layers")
 
 
 def random_checkpoint(folder: Path, config: PretrainedConfig) -> Path:

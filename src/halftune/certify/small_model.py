@@ -72,7 +72,7 @@ def small_config(config: PretrainedConfig, vocabulary: int | None = VOCABULARY) 
     for name in config.sub_configs:
         if (part := vars(whole).get(name)) is None or name == text_config_name(config):
             continue
-        values = shallow(part.to_dict(), layers=1)
+        values = _shallow(part.to_dict(), layers=1)
         values |= {one: shorter["hidden_size"] for one in _WIDTH_OF_TEXT if one in values}
         setattr(whole, name, type(part).from_dict(values))
     setattr(whole, text_config_name(config), small)
@@ -95,7 +95,7 @@ def _turning(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def shallow(values: dict[str, Any], layers: int = 2) -> dict[str, Any]:
+def _shallow(values: dict[str, Any], layers: int) -> dict[str, Any]:
     """The values of a tower's config with so many layers; of its parts, too."""
     values = {str(key): value for key, value in values.items()}  # labels of classes are numbered
     small = dict(values)
@@ -104,7 +104,7 @@ def shallow(values: dict[str, Any], layers: int = 2) -> dict[str, Any]:
     small |= {key: _NARROW for key, value in values.items() if key.endswith(_WIDE) and isinstance(value, int)}
     for key, value in values.items():
         if isinstance(value, dict):
-            small[key] = shallow(value, layers)
+            small[key] = _shallow(value, layers)
         elif isinstance(value, list) and value and all(isinstance(one, int) for one in value):
             if key.endswith(("_indexes", "_indices", "_layers")):
                 small[key] = list(range(layers))[: len(value)]
