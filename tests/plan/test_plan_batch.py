@@ -137,7 +137,7 @@ def test_batches_have_one_size(tmp_path: Path, overrides: tuple[str, ...], says:
     ("machine", "training", "fused", "why"),
     [
         ("cpu", {}, True, "measured faster on CPUs; norms, gated feed-forward and adapted linear layers"),
-        ("a100", {}, True, "not measured on a GPU yet; norms, gated feed-forward and adapted linear layers, rotary"),
+        ("a100", {}, True, "measured faster on one H200; norms, gated feed-forward and adapted linear layers, rotary"),
         ("t4", {}, False, "compute capability 7.5"),
         ("a100+t4", {}, False, "compute capability 7.5"),
         ("a100", {"fused_layers": True}, True, "asked for"),

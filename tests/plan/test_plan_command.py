@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from published import QWEN2_5_0_5B
 
 from halftune.cli import main, preflight, train
 from halftune.config.load import load_config
@@ -221,3 +222,18 @@ def test_a_quantised_checkpoint_needs_its_package_here(
     assert halftune("--config", str(recipe), "--hardware", "a100") == 0
     monkeypatch.setattr(preflight, "version_of", lambda name: "0.45" if name == "bitsandbytes" else version(name))
     assert halftune("--config", str(recipe)) in (0, 1)
+
+
+def test_weights_that_are_elsewhere_do_not_matter_to_a_plan_for_another_machine(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = tmp_path / "published"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(QWEN2_5_0_5B))
+    model = (f"model.name_or_path={folder}", "model.tokenizer=builtin:qwen2-tiny", "precision=fp32")
+    assert halftune("--config", str(recipe), *model, "--hardware", "t4", "--json") == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["num_parameters"]["value"] > 4e8
+    assert str(folder) in told.err
+    assert halftune("--config", str(recipe), *model) == 3
+    assert "model.weights_missing" in capsys.readouterr().err

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from halftune.cli.overrides import add_config_arguments, load_from, positive
 from halftune.config.facts.of_recipe import model_facts
 from halftune.config.run import RunConfig
-from halftune.core.errors import PlanError
+from halftune.core.errors import ModelError, PlanError
 from halftune.core.files import read_text
 from halftune.hardware import Hardware
 from halftune.hardware.catalogue import CATALOGUE, lookup
@@ -46,20 +47,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load the recipe, plan and print; exits as train would if the run does not fit or its folder is in use."""
+    """Load the recipe, plan and print; exits as train would if the run does not fit or its folder is in use.
+
+    Weights that are not here do not matter to a plan for another machine.
+    """
     loaded = load_from(args)
     from halftune.cli.preflight import check_inputs, check_outcome  # late: imports NumPy
 
     hardware = _machine(args.hardware, args.packages)
     facts = model_facts(loaded)
     plan = resolve(loaded.run, hardware, facts, world_size=args.num_processes or world_size(loaded.run, hardware))
-    check_inputs(loaded, facts, here=args.hardware is None)
+    finding = ""
+    try:
+        check_inputs(loaded, facts, here=args.hardware is None)
+    except ModelError as error:
+        if error.code != "model.weights_missing" or args.hardware is None:
+            raise
+        finding = f"{error.where}: {error.what}: it cannot be trained here" if error.where else error.what
     pace = None if args.hardware else read_pace(Path(loaded.run.training.output_dir))
     if args.json:
         print(json.dumps(to_dict(plan), indent=2, ensure_ascii=False))
         args.answered = True  # it includes whether the run fits
     else:
         print(explain(plan, footer=_time(loaded.run, plan, pace)))
+    if finding:
+        print(f"halftune plan: {finding}", file=sys.stderr)
     check_outcome(loaded, plan.memory, here=args.hardware is None)
     return 0
 
