@@ -88,7 +88,7 @@ def _codes() -> Iterator[str]:
     ):
         found[code].append(verb)
     for code, lines in sorted(found.items()):
-        yield f"| {code} | {'; or '.join(lines)} |\n"
+        yield f"| {code} | {'; '.join(lines)} |\n"
 
 
 def _entry(case: Case, answer: Answer) -> list[str]:
