@@ -81,7 +81,7 @@ def _lines(section: ModelSection, hardware: Hardware, facts: ModelFacts, folder:
     if small is None:
         return
     for check, run in (
-        ("numbers", lambda one: same_numbers(one)),
+        ("numbers", same_numbers),
         ("adapters", adapters),
         ("resume", lambda one: resumed(one, kill=kill)),
         ("methods", lambda one: methods(one, hardware, facts)),

@@ -20,12 +20,15 @@ from safetensors.torch import load_file
 
 from halftune.certify.certificate import Line, listed
 from halftune.certify.workbench import TOKENIZER, Workbench, reported
+from halftune.config.facts.model import ModelFacts
 from halftune.config.load import LoadedConfig
 from halftune.config.sections.method import METHOD_SECTIONS
+from halftune.hardware import Hardware
 from halftune.model.adapters import load_adapter
 from halftune.model.architectures import own_architectures
 from halftune.model.load import load_model
 from halftune.model.merge import fp32_plan, merge_adapter
+from halftune.plan import resolve
 from halftune.plan.adapter_types import ADAPTER_TYPES
 from halftune.train.checkpoint_list import PREFIX
 from halftune.train.trainer import train
@@ -81,10 +84,8 @@ def _adapter(bench: Workbench, name: str) -> Line:
     return Line(f"adapter {name}", "yes", what)
 
 
-def methods(bench: Workbench, hardware: Any, facts: Any) -> Iterator[Line]:
+def methods(bench: Workbench, hardware: Hardware, facts: ModelFacts) -> Iterator[Line]:
     """Plan every method for the model on a machine, and train two steps of it on the copy."""
-    from halftune.plan import resolve
-
     for name, section in METHOD_SECTIONS.items():
         lines: list[Line] = []
         with reported(f"method {name}", lines):

@@ -11,7 +11,7 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 
-from halftune.certify.certificate import Line
+from halftune.certify.certificate import Line, Verdict
 from halftune.config.facts.of_recipe import run_facts
 from halftune.config.load import LoadedConfig, load_config
 from halftune.config.sections.model import ModelSection
@@ -109,13 +109,13 @@ def _plain(section: ModelSection) -> dict[str, Any]:
 
 
 @contextmanager
-def reported(check: str, lines: list[Line], refused: str = "refused") -> Iterator[None]:
-    """Inside, an error becomes a line: what a plan refuses is ``refused``, anything else is a ``no``."""
+def reported(check: str, lines: list[Line], refused: Verdict = "refused") -> Iterator[None]:
+    """Inside, an error becomes a line: what a plan refuses has the verdict ``refused``, anything else is a ``no``."""
     try:
         yield
     except (PlanError, ConfigError, DoesNotFitError) as error:
         first = error.problems[0] if error.problems else error
-        lines.append(Line(check, "refused" if refused == "refused" else "no", first.what, first.remedy or ""))
+        lines.append(Line(check, refused, first.what, first.remedy or ""))
     except HalftuneError as error:
         lines.append(Line(check, "no", error.what, error.remedy or ""))
     except REFUSALS as error:  # of the model's own code
