@@ -310,6 +310,7 @@ def test_losses_on_pairs(framework: str, old: str, method: dict[str, Any]) -> No
 def test_evaluation_sets_keep_their_names() -> None:
     lines = [line for line in LLAMAFACTORY.split("\n") if not line.startswith(("val_size", "eval_dataset"))]
     asked = ["eval_dataset: code.v2,chat", "eval_on_each_dataset: true", "metric_for_best_model: eval_code.v2_loss"]
+    lines.append("load_best_model_at_end: true")
     Path("old.yaml").write_text("\n".join([*lines, *asked]))
     values = convert_file(Path("old.yaml")).values
     assert [source["name"] for source in values["data"]["eval"]] == ["code_v2", "chat"]
@@ -513,7 +514,8 @@ LORA_OF_Q = "adapter: lora\nlora_r: 8\nlora_alpha: 8\nlora_target_modules: [q_pr
         ("unfrozen_parameters: ['^model.embed_tokens.weight$[:32000]']", "refused"),
         ("unfrozen_parameters: [x]\nadapter: lora\nlora_r: 8\nlora_alpha: 8\nlora_target_linear: true", "refused"),
         ("reinit_weights: true", "refused"),
-        ("chat_template_jinja: x.jinja", "approximate"),
+        ("chat_template_jinja: x.jinja", "same"),
+        ("chat_template_jinja: '{{ messages }}'", "approximate"),
         ("loss_watchdog_threshold: 5.0\nloss_watchdog_patience: 3", "same"),
         ("train_on_inputs: true", "approximate"),
         ("excess_length_strategy: truncate", "same"),
@@ -537,7 +539,7 @@ LORA_OF_Q = "adapter: lora\nlora_r: 8\nlora_alpha: 8\nlora_target_modules: [q_pr
         ("special_tokens: {pad_token: x}", "same"),
         ("special_tokens: {bos_token: x, eos_token: y}", "same"),
         ("special_tokens: {eos_token: y, unk_token: x}", "same"),
-        ("special_tokens: {additional_special_tokens: [<x>]}", "refused"),
+        ("special_tokens: {additional_special_tokens: [<x>]}", "approximate"),
         ("datasets: [{path: a/b, type: chat_template, train_on_eos: turn}]", "same"),
         ("datasets: [{path: a/b, type: chat_template, train_on_eos: none}]", "refused"),
         ("datasets: [{path: a/b, type: chat_template, train_on_eot: all}]", "refused"),
@@ -614,7 +616,7 @@ def test_eaft_of_axolotl_does_not_divide_the_entropy() -> None:
 @pytest.mark.parametrize(
     "more",
     ["use_llama_pro: true", "mixture_of_depths: convert", "use_badam: true",
-     "new_special_tokens: <x>", "train_mm_proj_only: true", "image_max_pixels: 262144",
+     "add_tokens: x", "train_mm_proj_only: true", "image_max_pixels: 262144",
      "adapter_name_or_path: [saves/x, saves/y]", "optim: ademamix"],
 )  # fmt: skip
 def test_llamafactory_keys_that_change_what_is_learned(more: str) -> None:
@@ -1091,3 +1093,172 @@ def test_optimizers_with_averages(asked: str, ours: str, schedule: str) -> None:
     Path("old.yaml").write_text(TRL.replace("lr_scheduler_type: cosine_with_restarts\n", asked))
     training = convert_file(Path("old.yaml"), "TRL").values["training"]
     assert (training["optim"], training["lr_scheduler_type"]) == (ours, schedule)
+
+
+FULL_TRL = TRL.replace("use_peft: true", "use_peft: false").replace("bf16: false", "bf16: true")
+BASES = {
+    "axolotl": SAME,
+    "lora": SAME + LORA_OF_Q,
+    "LLaMA-Factory": LLAMAFACTORY.replace("quantization_bit: 4\n", "").replace("stage: sft\n", ""),
+    "TRL": TRL,
+    "full": FULL_TRL,
+    "GRPO": GRPO,
+    "GKD": "teacher_model_name_or_path: x\nmodel_name_or_path: y\ndataset_name: z\nmax_steps: 9\nuse_peft: true\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("base", "more", "key", "kind", "wanted"),
+    [
+        # a value that changes nothing
+        ("axolotl", "context_parallel_size: 1", "context_parallel_size", "none", {}),
+        ("axolotl", "dataset_shard_num: 1", "dataset_shard_num", "none", {}),
+        ("axolotl", "dataset_shard_num: 2", "dataset_shard_num", "refused", {}),
+        ("axolotl", "min_sample_len: 2", "min_sample_len", "none", {}),
+        ("axolotl", "min_sample_len: 9", "min_sample_len", "changed", {}),
+        ("axolotl", "embedding_lr: 1e-4", "embedding_lr", "none", {}),
+        ("axolotl", "embedding_lr: 1e-5", "embedding_lr", "refused", {}),
+        ("axolotl", "embedding_lr_scale: 1.0", "embedding_lr_scale", "none", {}),
+        ("axolotl", "shuffle_before_merging_datasets: true", "shuffle_before_merging_datasets", "none", {}),
+        ("axolotl", "sample_packing_sequentially: true", "sample_packing_sequentially", "none", {}),
+        ("axolotl", "data_seed: 7", "data_seed", "none", {}),
+        ("axolotl", "accelerator_config: {dispatch_batches: false}", "accelerator_config", "none", {}),
+        ("axolotl", "accelerator_config: {split_batches: true}", "accelerator_config", "changed", {}),
+        ("axolotl", "model_config: {use_cache: false}", "model_config", "none", {}),
+        ("axolotl", "save_total_limit: 0", "save_total_limit", "none", {"training.save_total_limit": None}),
+        ("LLaMA-Factory", "cp_size: 1", "cp_size", "none", {}),
+        ("LLaMA-Factory", "cp_size: 2", "cp_size", "changed", {}),
+        ("LLaMA-Factory", "mix_strategy: concat", "mix_strategy", "none", {}),
+        ("LLaMA-Factory", "mix_strategy: interleave_under", "mix_strategy", "changed", {}),
+        ("LLaMA-Factory", "init_special_tokens: noise_init", "init_special_tokens", "none", {}),
+        ("LLaMA-Factory", "save_total_limit: 0", "save_total_limit", "none", {"training.save_total_limit": None}),
+        ("TRL", "report_to: comet_ml", "report_to", "translated", {"logging.report_to": []}),
+        ("axolotl", "logging_steps: 0", "logging_steps", "none", {}),
+        ("TRL", "packing: false", "packing_strategy", "none", {"data.packing": False}),
+        ("TRL", "dtype: null", "dtype", "none", {}),
+        ("TRL", "dtype: float32", "dtype", "none", {}),
+        ("full", "dtype: bfloat16", "dtype", "translated", {"precision.trainable": "bf16"}),
+        ("full", "dtype: float32", "dtype", "none", {"precision.trainable": None}),
+        ("full", "dtype: auto", "dtype", "changed", {}),
+        ("TRL", "loss_type: sigmoid\nld_alpha: 1.0", "ld_alpha", "none", {}),
+        ("TRL", "loss_type: apo_zero_unpaired", "kto", "translated", {"method.group_size": 8}),
+        ("GRPO", "num_generations_eval: 4", "num_generations_eval", "none", {}),
+        ("GRPO", "num_generations_eval: 2", "num_generations_eval", "changed", {}),
+        ("GRPO", "beta: 0.0\nsync_ref_model: true", "sync_ref_model", "none", {}),
+        ("GRPO", "sync_ref_model: true", "sync_ref_model", "refused", {}),
+        ("GRPO", "generation_batch_size: 64", "generation_batch_size", "none", {}),
+        ("GRPO", "generation_batch_size: 8", "generation_batch_size", "refused", {}),
+        ("GKD", "lmbda: 0", "lmbda", "translated", {"method.on_policy": 0}),
+        ("GKD", "lmbda: 1.0", "lmbda", "translated", {"method.on_policy": 1.0}),
+        # a key that does nothing there without another one
+        ("axolotl", "lisa_step_interval: 20", "lisa_step_interval", "none", {}),
+        ("axolotl", "lisa_n_layers: 2\nlisa_step_interval: 20", "lisa_step_interval", "refused", {}),
+        ("axolotl", "relora: false\nrelora_steps: 20", "relora_steps", "none", {}),
+        ("axolotl", "image_size: 512", "image_size", "none", {}),
+        ("axolotl", "cosine_constant_lr_ratio: 0.8", "cosine_constant_lr_ratio", "none", {}),
+        ("axolotl", "cosine_constant_lr_ratio: 0.8\ncosine_min_lr_ratio: 0.1", "cosine_constant_lr_ratio",
+         "changed", {}),
+        ("axolotl", "lr_scheduler: linear\ncosine_min_lr_ratio: 0.1", "cosine_min_lr_ratio", "none", {}),
+        ("axolotl", "lr_scheduler: null\ncosine_min_lr_ratio: 0.1", "cosine_min_lr_ratio", "translated",
+         {"training.lr_scheduler_type": "cosine_with_min_lr", "training.lr_min_ratio": 0.1}),
+        ("axolotl", "lr_scheduler: linear\nlr_quadratic_warmup: true", "lr_quadratic_warmup", "none", {}),
+        ("axolotl", "lr_quadratic_warmup: true", "lr_quadratic_warmup", "changed", {}),
+        ("axolotl", "trl: {beta: 0.1}", "trl", "none", {}),
+        ("axolotl", "optim_args: betas=0.9", "optim_args", "none", {}),
+        ("axolotl", "optimizer: sgd\noptim_args: momentum=0.9", "optim_args", "changed", {}),
+        ("lora", "loraplus_lr_ratio: 16\nloraplus_lr_embedding: 1e-6", "loraplus_lr_embedding", "none", {}),
+        ("lora", "loraplus_lr_ratio: 16\nloraplus_lr_embedding: 1e-6\nlora_target_modules: [embed_tokens]",
+         "loraplus_lr_embedding", "refused", {}),
+        ("LLaMA-Factory", "pref_beta: 0.1", "pref_beta", "none", {}),
+        ("LLaMA-Factory", "stage: rm\npref_ftx: 0.1", "pref_ftx", "none", {}),
+        ("LLaMA-Factory", "stage: dpo\npref_loss: orpo\nref_model: x", "ref_model", "none", {}),
+        ("LLaMA-Factory", "stage: dpo\nref_model: x", "ref_model", "refused", {}),
+        ("LLaMA-Factory", "stage: dpo\nref_model: builtin:qwen2-tiny", "ref_model", "none", {}),
+        ("LLaMA-Factory", "metric_for_best_model: accuracy", "metric_for_best_model", "none", {}),
+        # false where the note speaks of true
+        ("axolotl", "pretrain_multipack_attn: false", "pretrain_multipack_attn", "changed", {}),
+        ("axolotl", "average_tokens_across_devices: false", "average_tokens_across_devices", "changed", {}),
+        ("LLaMA-Factory", "ignore_pad_token_for_loss: false", "ignore_pad_token_for_loss", "changed", {}),
+        ("axolotl", "rl: simpo\ncpo_alpha: 0", "cpo_alpha", "translated", {"method.sft_weight": 0.0}),
+        ("LLaMA-Factory", "use_asft_loss: true\nasft_alpha: 0", "use_asft_loss", "translated", {"method.loss": "dft"}),
+        ("TRL", "completion_only_loss: false", "completion_only_loss", "translated", {"method.train_on": "assistant"}),
+        ("TRL", "max_length: null", "max_length", "translated", {"data.overlong": "error"}),
+        ("GRPO", "disable_dropout: true", "disable_dropout", "none", {"adapter.dropout": 0.0}),
+        ("GKD", "disable_dropout: true", "disable_dropout", "none", {"adapter.dropout": 0.0}),
+        ("GKD", "disable_dropout: false", "disable_dropout", "none", {"adapter.dropout": 0.05}),
+        ("GRPO", "use_vllm: true\nvllm_mode: server\nvllm_importance_sampling_correction: false",
+         "vllm_importance_sampling_correction", "translated", {"method.server.max_weight": None}),
+        ("GRPO", "use_vllm: true\nvllm_mode: server\nvllm_importance_sampling_mode: token_truncate",
+         "vllm_importance_sampling_mode", "none", {}),
+        ("GRPO", "use_vllm: true\nvllm_mode: server\nvllm_importance_sampling_mode: token_mask",
+         "vllm_importance_sampling_mode", "changed", {}),
+        ("GRPO", "use_vllm: true\nvllm_importance_sampling_mode: token_mask", "vllm_importance_sampling_mode",
+         "none", {}),
+        # what halftune has a key for
+        ("axolotl", "full_determinism: true", "full_determinism", "translated", {"training.deterministic": True}),
+        ("axolotl", "warmup_ratio: null\nmax_steps: 1000", "warmup_steps (3 %, at most 100)", "default",
+         {"training.warmup_steps": 30}),
+        ("axolotl", "optimizer: adamw_apex_fused", "optimizer", "translated", {"training.optim": "adamw"}),
+        ("axolotl", "optimizer: paged_lion_32bit", "optimizer", "translated", {"training.optim": "lion"}),
+        ("axolotl", "optimizer: galore_adamw\noptim_args: rank=64, scale=0.1\noptim_target_modules: [attn, mlp]",
+         "optimizer", "translated", {"training.optim": "galore", "training.projection_rank": 64,
+                                     "training.projection_interval": 200, "training.projection_scale": 0.1}),
+        ("axolotl", "optimizer: apollo_adamw\noptim_target_modules: all-linear", "optimizer", "changed",
+         {"training.optim": "apollo", "training.projection_rank": 128}),
+        ("axolotl", "optimizer: apollo_adamw\noptim_args: proj=svd\noptim_target_modules: [attn, mlp]",
+         "optimizer", "refused", {}),
+        ("axolotl", "datasets: [{path: json, data_files: [a.json, b.json], type: alpaca}]", "datasets", "translated",
+         {"data.train": [{"path": f"{one}.json", "format": "alpaca", "prompt": "alpaca"} for one in "ab"]}),
+        ("axolotl", "datasets: [{path: a/b, type: chat_template, chat_template: tokenizer_default,"
+         " roles: {user: [human], assistant: [gpt]}}]", "datasets", "translated", {"data.train": [{"path": "a/b"}]}),
+        ("axolotl", "datasets: [{path: a/b, type: chat_template, roles: {user: [customer]}}]", "datasets",
+         "changed", {}),
+        ("axolotl", "chat_template_jinja: x.jinja", "chat_template_jinja", "translated",
+         {"model.chat_template": "x.jinja", "method.labels": "text"}),
+        ("axolotl", "special_tokens: {additional_special_tokens: [<x>], pad_token: y}",
+         "special_tokens: additional_special_tokens", "changed", {"model.tokens.add": ["<x>"]}),
+        ("lora", "peft_init_lora_weights: olora", "peft_init_lora_weights", "translated", {"adapter.init": "olora"}),
+        ("lora", "peft_init_lora_weights: true", "peft_init_lora_weights", "none", {}),
+        ("lora", "peft_init_lora_weights: false", "peft_init_lora_weights", "refused", {}),
+        ("lora", "peft_init_lora_weights: eva", "peft_init_lora_weights", "refused", {}),
+        ("lora", "peft_autocast_adapter_dtype: true", "peft_autocast_adapter_dtype", "none", {}),
+        ("lora", "bf16: true\npeft_autocast_adapter_dtype: false", "peft_autocast_adapter_dtype", "translated",
+         {"precision.trainable": "bf16"}),
+        ("lora", "load_in_4bit: true\nbnb_config_kwargs: {bnb_4bit_use_double_quant: false}", "load_in_4bit",
+         "translated", {"model.quantization": "nf4_single"}),
+        ("TRL", "load_in_4bit: true", "load_in_4bit", "translated", {"model.quantization": "nf4_single"}),
+        ("TRL", "load_in_4bit: true\nuse_bnb_nested_quant: true", "load_in_4bit", "translated",
+         {"model.quantization": "nf4"}),
+        ("LLaMA-Factory", "new_special_tokens: <x>,<y>", "new_special_tokens", "changed",
+         {"model.tokens.add": ["<x>", "<y>"]}),
+        ("LLaMA-Factory", "resize_vocab: true", "resize_vocab", "changed",
+         {"adapter.modules_to_save": ["embed_tokens", "lm_head"]}),
+        ("LLaMA-Factory", "resize_vocab: true\nfinetuning_type: full", "resize_vocab", "none", {}),
+        ("LLaMA-Factory", "adapter_name_or_path: x\nloraplus_lr_ratio: 16", "loraplus_lr_ratio", "translated",
+         {"adapter.lora_plus_ratio": 16}),
+        ("LLaMA-Factory", "lora_target: [all]", "lora_target", "translated", {"adapter.target_modules": "all-linear"}),
+        ("LLaMA-Factory", "use_galore: true\noptim: adamw_torch", "optim", "none", {"training.optim": "galore"}),
+        ("LLaMA-Factory", "stage: pt\nneat_packing: null", "packing", "default", {"data.packing": True}),
+        ("TRL", "eos_token: <e>", "eos_token", "translated", {"model.tokens.special": {"eos": "<e>"}}),
+        ("TRL", "chat_template_path: a.jinja", "chat_template_path", "translated", {"model.chat_template": "a.jinja"}),
+        ("TRL", "chat_template_path: org/model", "chat_template_path", "changed", {"model.chat_template": None}),
+        ("GRPO", "chat_template_kwargs: {enable_thinking: false}", "chat_template_kwargs", "translated",
+         {"model.chat_template_kwargs": {"enable_thinking": False}}),
+        ("GRPO", "max_prompt_length: 512", "max_prompt_length", "changed", {"data.max_length": 512 + 96}),
+    ],
+)  # fmt: skip
+def test_a_note_is_true_of_the_value(base: str, more: str, key: str, kind: str, wanted: dict[str, Any]) -> None:
+    written = {line.split(":")[0] for line in more.split("\n")}
+    kept = [line for line in BASES[base].split("\n") if line.split(":")[0] not in written]
+    Path("old.yaml").write_text("\n".join([*kept, more]))
+    framework = {"lora": "axolotl", "full": "TRL", "GRPO": "TRL", "GKD": "TRL"}.get(base, base)
+    made = convert_file(Path("old.yaml"), framework)
+    assert [note.kind for note in made.notes if note.key == key] == [kind]
+
+    def found(dotted: str) -> Any:
+        holder: Any = made.values
+        for part in dotted.split("."):
+            holder = holder.get(part) if isinstance(holder, dict) else None
+        return holder
+
+    assert {one: found(one) for one in wanted} == wanted

@@ -9,7 +9,8 @@ from halftune.config.convert import audio, images, preference, reinforcement
 from halftune.config.convert.axolotl_adapter import adapter, quantised_experts
 from halftune.config.convert.axolotl_data import data
 from halftune.config.convert.draft import Draft, is_off
-from halftune.config.convert.formats import attention, precision, quantization
+from halftune.config.convert.formats import attention, listed, precision, quantization
+from halftune.config.convert.optimizers import optimizer
 from halftune.config.convert.trainer import (
     SHARED,
     drop_trainer,
@@ -19,7 +20,6 @@ from halftune.config.convert.trainer import (
     lowest_rate,
     number,
     offload,
-    optimizer,
     periods,
     remote_code,
     resume,
@@ -69,6 +69,7 @@ def convert(draft: Draft, folder: Path) -> None:
     method = preference.of_axolotl(draft)
     if is_off(draft.left.get("datasets")) and is_off(draft.left.get("pretraining_dataset")):
         raise draft.refuse("datasets", "names no data to train on")
+    draft.idle({"save_total_limit": 0}, "is 0: the default holds")
     draft.rename(RENAMED)
     draft.move("learning_rate", "training.learning_rate", number)
     precision(draft, default="auto")
@@ -81,6 +82,7 @@ def convert(draft: Draft, folder: Path) -> None:
     audio.of_axolotl(draft, method)
     data(draft, method)
     _training(draft)
+    reinforcement.dropout(draft)
     if method == "grpo":
         reinforcement.finish_grpo(draft)
     else:
@@ -93,24 +95,64 @@ def convert(draft: Draft, folder: Path) -> None:
     if (draft.left.get("model_quantization_config_kwargs") or {}).get("dequantize"):
         for key in ("model_quantization_config", "model_quantization_config_kwargs"):
             draft.none(key, "weights are widened on load")
+    _without_effect(draft, method)
     draft.drop_listed("axolotl")
     drop_trainer(draft)
 
 
+def _without_effect(draft: Draft, method: str) -> None:
+    """Keys that do nothing there without another one."""
+    schedule, lowest = draft.get("training.lr_scheduler_type"), number(draft.source.get("cosine_min_lr_ratio"))
+    cosine = schedule in (None, "cosine", "cosine_with_min_lr")
+    draft.idle({"cosine_constant_lr_ratio": 1}, "is 1: the rate falls to the end")
+    draft.idle({"embedding_lr": draft.source.get("learning_rate")}, "is learning_rate")
+    parts = {
+        "lisa_n_layers": not is_off(draft.left.get("lisa_n_layers")),
+        "relora": "relora" not in draft.source or not is_off(draft.source["relora"]),
+        "processor_type": not is_off(draft.source.get("processor_type")),
+        "cosine_min_lr_ratio": cosine and bool(lowest),
+        "lr_scheduler: cosine": cosine and draft.get("training.warmup_ratio") != 0,
+        "rl": bool(method),
+        "min_sample_len": number(draft.left.get("min_sample_len") or 0) > 2,
+    }
+    for key, part in (
+        ("lisa_step_interval", "lisa_n_layers"),
+        ("lisa_layers_attribute", "lisa_n_layers"),
+        ("relora_prune_ratio", "relora"),
+        ("relora_steps", "relora"),
+        ("image_size", "processor_type"),
+        ("cosine_constant_lr_ratio", "cosine_min_lr_ratio"),
+        ("lr_quadratic_warmup", "lr_scheduler: cosine"),
+        ("trl", "rl"),
+        ("min_sample_len", "min_sample_len"),
+    ):
+        if not parts[part]:
+            draft.drop({key: "every row is longer" if key == part else f"belongs to {part}"})
+
+
 def _tokens(draft: Draft) -> None:
-    """Special tokens by their role, and added ones."""
+    """Special tokens by their role, and added ones, which also train what is next to a LoRA."""
     if isinstance(tokens := draft.left.get("special_tokens"), dict):
         _special_tokens(draft, tokens)
     if isinstance(draft.left.get("tokens"), list):
-        why = "with LoRA, the embedding and the output layer are trained in full"
-        draft.changed("tokens", "model.tokens.add", draft.take("tokens"), why)
+        _add(draft, "tokens", draft.take("tokens"))
+
+
+def _add(draft: Draft, key: str, tokens: list[Any]) -> None:
+    why = "only the chat template writes them: in a message they stay plain text"
+    saved = {str(one).rpartition(".")[2] for one in draft.get("adapter.modules_to_save") or ()}
+    if draft.get("adapter.type") == "lora" and not {"embed_tokens", "lm_head"} <= saved:
+        why += "; with LoRA, the embedding and the output layer are trained in full"
+    draft.changed(key, "model.tokens.add", [*(draft.get("model.tokens.add") or ()), *map(str, tokens)], why)
 
 
 def _special_tokens(draft: Draft, tokens: dict[str, Any]) -> None:
+    given = {key: token for key, token in tokens.items() if token is not None}
+    tokens = {key: token for key, token in given.items() if key != "additional_special_tokens"}
+    if added := given.get("additional_special_tokens"):
+        _add(draft, "special_tokens: additional_special_tokens", listed(added))
     if tokens.keys() <= {"pad_token"}:
         draft.none("special_tokens", "padding is masked by position, whatever its token")
-    elif tokens.get("additional_special_tokens"):
-        draft.left["additional_special_tokens"] = True
     elif tokens.keys() <= ROLES.keys():
         named = {ROLES[key]: token for key, token in tokens.items() if ROLES[key]}
         why = "no text becomes the unknown token that is named here" if "unk_token" in tokens else ""
@@ -120,7 +162,8 @@ def _special_tokens(draft: Draft, tokens: dict[str, Any]) -> None:
 def _model_config(draft: Draft) -> None:
     """Changes of config.json: the loss of experts' routers, and nothing else."""
     changes = draft.left.get("model_config")
-    if is_off(changes):
+    if is_off(changes) or changes == {"use_cache": False}:
+        draft.drop({"model_config": "answers are generated with a cache, or without: they are the same"})
         return
     asked = isinstance(changes, dict) and changes.get("output_router_logits")
     if not asked or changes.keys() - {"output_router_logits", "router_aux_loss_coef"}:
@@ -160,8 +203,7 @@ def _training(draft: Draft) -> None:
     lora_plus(draft)
     embedding_noise(draft)
     if draft.left.get("warmup_steps") is None and draft.left.get("warmup_ratio") is None:
-        why = "not written there: 3 % of the steps, at most 100 of them"
-        draft.changed("warmup_ratio", "training.warmup_ratio", 0.03, why)
+        _usual_warmup(draft)
     warmup(draft)
     batch = draft.take("batch_size")
     if batch is not None:
@@ -182,6 +224,16 @@ def _training(draft: Draft) -> None:
     draft.default("training.per_device_train_batch_size", 1, "micro_batch_size")
     draft.default("training.gradient_checkpointing", False, "gradient_checkpointing")
     draft.default("training.output_dir", "model-out", "output_dir")
+
+
+def _usual_warmup(draft: Draft) -> None:
+    """3 % of the steps, at most 100 of them."""
+    steps = draft.get("training.max_steps")
+    if isinstance(steps, int):
+        draft.default("training.warmup_steps", min(int(0.03 * steps), 100), "warmup_steps (3 %, at most 100)")
+    else:
+        why = "not written there: 3 % of the steps, at most 100 of them"
+        draft.changed("warmup_ratio", "training.warmup_ratio", 0.03, why)
 
 
 def _periods(draft: Draft) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from typing import get_args
 
 from halftune.config.convert.draft import Draft
 from halftune.config.convert.formats import listed
 from halftune.config.convert.trainer import continued
+from halftune.config.sections.model import LoraAdapter
 
 LORA = {
     "lora_r": "adapter.rank",
@@ -16,6 +18,8 @@ LORA = {
     "peft_use_dora": "adapter.use_dora",
     "peft_use_rslora": "adapter.use_rslora",
 }
+INITIAL = get_args(LoraAdapter.model_fields["init"].annotation)
+PEFT = ("peft_init_lora_weights", "peft_autocast_adapter_dtype")
 
 
 def adapter(draft: Draft) -> None:
@@ -29,7 +33,7 @@ def adapter(draft: Draft) -> None:
         raise draft.refuse("adapter", "not converted: lora, qlora and full fine-tuning are")
     if kind is None:
         draft.translated("adapter", "adapter.type", "none")
-        keys_of_lora = (*LORA, "lora_target_linear", "lora_target_modules", "lora_target_parameters")
+        keys_of_lora = (*LORA, "lora_target_linear", "lora_target_modules", "lora_target_parameters", *PEFT)
         draft.drop(dict.fromkeys(keys_of_lora, "adapter is not set: all weights are trained"))
         _unfrozen(draft)
         return
@@ -38,11 +42,35 @@ def adapter(draft: Draft) -> None:
     draft.translated("adapter", "adapter.type", "lora", "its base: load_in_4bit" if kind == "qlora" else "")
     if kind == "qlora":
         draft.left.setdefault("load_in_4bit", True)
-    if continued(draft, "lora_model_dir", (*LORA, "lora_target_linear", "lora_target_modules")):
+    _dtype(draft)
+    if continued(draft, "lora_model_dir", (*LORA, "lora_target_linear", "lora_target_modules", PEFT[0])):
         return
     draft.rename(LORA)
+    _initial(draft)
     _targets(draft)
     draft.default("adapter.dropout", 0.0, "lora_dropout")
+
+
+def _initial(draft: Draft) -> None:
+    """Initial weights."""
+    key, given = PEFT[0], draft.left.get(PEFT[0])
+    if given is True:
+        draft.none(key, "is the default")
+    elif given is False:
+        draft.refused(key, "the adapter does not begin as the base model there")
+    elif given in INITIAL:
+        draft.move(key, "adapter.init", str)
+
+
+def _dtype(draft: Draft) -> None:
+    """Adapters in fp32, unless they are left in the dtype of the base."""
+    key, compute = PEFT[1], draft.get("precision.compute")
+    if draft.left.get(key) is not False or compute == "fp32":
+        draft.drop({key: "trained weights are in fp32, there as here"})
+    elif compute == "bf16":
+        draft.translated(key, "precision.trainable", "bf16")
+    else:
+        draft.changed(key, "", None, "trained weights are in fp32")
 
 
 def quantised_experts(draft: Draft) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from halftune.config.convert import images, preference
 from halftune.config.convert.draft import Draft, misspelt
+from halftune.config.convert.formats import listed
 from halftune.config.convert.templates import axolotl_template
 from halftune.config.convert.trainer import grouping, number
 
@@ -44,6 +45,7 @@ TYPES = {
 ANSWERS = {"gpteacher": "response"}  # column of the answer, where it is not alpaca's
 REASONING = ("reasoning_content", "reasoning", "thinking")  # columns of a message that are found by themselves
 SPEAKERS = (("role", "content"), ("from", "value"))
+ROLES = {"user": {"user", "human"}, "assistant": {"assistant", "gpt"}, "system": {"system"}, "tool": {"tool"}}
 OVERLONG = {"drop": "drop", "raise": "error", "truncate": "keep_start"}
 
 
@@ -99,7 +101,9 @@ def _sources(draft: Draft, key: str, ours: str) -> list[dict[str, Any]]:
     if not entries:
         return []
     method = draft.get("method.type") or ""  # of a preference method
-    read = [_source(entry, method) for entry in ([entries] if isinstance(entries, str | dict) else entries)]
+    template = draft.source.get("chat_template")
+    single = [entries] if isinstance(entries, str | dict) else entries
+    read = [_source(one, method) for entry in single for one in _files(entry, template)]
     sources, notes = [source for source, _ in read], [note for _, note in read if note]
     if notes:
         draft.changed(key, ours, sources, "; ".join(dict.fromkeys(notes)))
@@ -133,7 +137,8 @@ def _source(entry: Any, method: str) -> tuple[dict[str, Any], str]:
     """One data set: (our source, what changed)."""
     if not isinstance(entry, dict):
         return {"path": str(entry)}, ""
-    path, partial = _path(entry)
+    path = str(entry.get("data_files") or entry.get("path"))
+    path += f":{entry['name']}" if entry.get("name") else ""
     kind = _type(entry)
     form, prompt = TYPES.get(kind, ("", ""))
     change = "" if kind in TYPES else f"type {kind}: the format is found from the columns"
@@ -148,21 +153,29 @@ def _source(entry: Any, method: str) -> tuple[dict[str, Any], str]:
     }
     if method in preference.FORMATS:
         source, change = preference.axolotl_source(entry, source, method)
-    changes = "; ".join(filter(None, [partial, change, *_left_out(entry)]))
+    changes = "; ".join(filter(None, [change, *_left_out(entry)]))
     return {key: value for key, value in source.items() if value}, changes
+
+
+def _files(entry: Any, template: Any) -> list[Any]:
+    """A data set of several files as one of each, without a chat template that is that of all, and usual roles."""
+    if not isinstance(entry, dict):
+        return [entry]
+    entry = dict(entry)
+    if str(entry.get("chat_template") or "tokenizer_default") == str(template or "tokenizer_default"):
+        entry.pop("chat_template", None)
+    roles = entry.get("roles")
+    if isinstance(roles, dict) and all(
+        set(listed(names or [])) <= ROLES.get(role, set()) for role, names in roles.items()
+    ):
+        entry.pop("roles")
+    files = entry.get("data_files")
+    return [entry | {"data_files": one} for one in files] if isinstance(files, list) and files else [entry]
 
 
 def _type(entry: dict[str, Any]) -> str:
     kind = entry.get("type") or ""
     return kind.partition("\n")[0] if isinstance(kind, str) else "of its own"
-
-
-def _path(entry: dict[str, Any]) -> tuple[str, str]:
-    """Path of a data set, and what changes."""
-    files = entry.get("data_files") or str(entry.get("path"))
-    files = [files] if isinstance(files, str) else files
-    path = f"{files[0]}:{entry['name']}" if entry.get("name") else files[0]
-    return path, "only the first of data_files is taken" if len(files) > 1 else ""
 
 
 def _columns(entry: dict[str, Any], kind: str) -> dict[str, Any]:

@@ -192,7 +192,7 @@ class Draft:
             if key not in self.left:
                 continue
             if is_off(self.left[key]):
-                self.none(key, "is off there, and not here either")
+                self.none(key, "is off: no effect on what is learned")
             elif how == "refused":
                 self.refused(key, why)
             elif how == "changed":
@@ -200,9 +200,19 @@ class Draft:
             else:
                 self.none(key, why)
 
+    def idle(self, table: Mapping[str, Any], why: str) -> None:
+        """Keys that have the value of the table, with which they change nothing."""
+        for key, value in table.items():
+            if self.has(key) and self.left[key] == value:
+                self.none(key, why)
+
     def drop_listed(self, framework: str) -> None:
         """Keys that ``keys/FRAMEWORK.yaml`` lists, and settings of a feature whose own key decides."""
         tables = _tables(framework)
+        self.idle(dict.fromkeys(tables.get("idle_if_1", {}), 1), "is 1")
+        for key, why in tables.get("changed_if_false", {}).items():
+            if self.left.get(key) is False:
+                self.changed(key, "", None, why)
         for kind in ("none", "changed", "refused"):
             self.drop(tables.get(kind, {}), kind)
         for prefix, feature in tables.get("parts", {}).items():

@@ -94,12 +94,14 @@ def quantization(draft: Draft, name_key: str) -> None:
 def _on_load(draft: Draft, key: str) -> str | None:
     """What ``key`` asks for, in our words; None where it cannot be had."""
     by = str(draft.left.get("quantization_method") or "bnb")
-    kind = str(draft.left.get("quantization_type") or draft.left.get("bnb_4bit_quant_type") or "nf4")
+    more = draft.left.get("bnb_config_kwargs")
+    given = {**draft.left, **(more if isinstance(more, dict) else {})}
+    kind = str(given.get("quantization_type") or given.get("bnb_4bit_quant_type") or "nf4")
     bits = {"load_in_4bit": 4, "load_in_8bit": 8}.get(key, draft.left[key])
     if by not in ("bnb", "bitsandbytes"):
         return None
     if bits == 4 and kind == "nf4":
-        return "nf4_single" if any(draft.left.get(key) is False for key in SINGLE) else "nf4"
+        return "nf4_single" if any(given.get(key) is False for key in SINGLE) else "nf4"
     return "int8" if bits == 8 else None
 
 

@@ -63,6 +63,7 @@ def convert(draft: Draft, folder: Path) -> None:
         raise draft.refuse("do_train", "it trains nothing: chat and evaluation need no recipe")
     if stage in METHODS:
         draft.translated("stage", "method.type", METHODS[stage])
+        draft.drop(dict.fromkeys(preference.LLAMAFACTORY_KEYS, f"stage is {stage}"))
     else:
         preference.of_llamafactory(draft, stage)
     draft.rename(MODEL)
@@ -97,6 +98,7 @@ def projected(draft: Draft) -> None:
             draft.refused(f"use_{name}", f"{', '.join(other) or 'optim'}: only the default is supported")
             return
         draft.translated(f"use_{name}", "training.optim", name)
+        draft.drop({"optim": f"use_{name} decides"})
         draft.put("training.projection_rank", int(draft.left.get(f"{name}_rank") or 16))
         draft.put("training.projection_interval", int(draft.left.get(f"{name}_update_interval") or 200))
         draft.put("training.projection_scale", number(draft.left.get(f"{name}_scale") or scale))
@@ -113,7 +115,34 @@ def drop_keys(draft: Draft) -> None:
             draft.none(key, "no source has images: the part has no gradient")
     if draft.get("method.type") in (None, "sft"):
         _loss(draft)
+    _mixing(draft)
+    _tokens(draft)
     draft.drop_listed("llamafactory")
+
+
+def _mixing(draft: Draft) -> None:
+    """How sources are mixed: there, one behind the other, unless they are several and it is asked for."""
+    if draft.left.get("mix_strategy") in (None, "concat") or len(draft.get("data.train") or ()) == 1:
+        draft.drop(dict.fromkeys(("mix_strategy", "interleave_probs"), "each row is seen once in an epoch"))
+
+
+def _tokens(draft: Draft) -> None:
+    """New control tokens, and a vocabulary that is resized, with which embeddings are trained beside LoRA."""
+    added = []
+    for key in ("add_special_tokens", "new_special_tokens"):
+        if not is_off(draft.left.get(key)):
+            added += listed(draft.take(key))
+            why = "their rows begin as the mean of the others; there, with noise; in a message they stay plain text"
+            draft.changed(key, "model.tokens.add", added, why)
+    if not added or draft.left.get("init_special_tokens") == "noise_init":
+        draft.drop({"init_special_tokens": "says how rows of new tokens begin"})
+    draft.drop({"init_special_tokens": "rows of new tokens begin as the mean of the others"}, "changed")
+    plain = draft.get("adapter.type") == "lora" and not draft.get("adapter.name_or_path") and not added
+    if draft.left.get("resize_vocab") and plain and not draft.get("adapter.modules_to_save"):
+        modules = ["embed_tokens", "lm_head"]
+        why = "the vocabulary keeps its size; see that the model's embedding and output layer have these names"
+        draft.changed("resize_vocab", "adapter.modules_to_save", modules, why)
+    draft.drop({"resize_vocab": "rows are added where tokens are added"})
 
 
 def _loss(draft: Draft) -> None:
@@ -123,6 +152,8 @@ def _loss(draft: Draft) -> None:
     elif draft.left.get("use_eaft_loss"):
         draft.translated("use_eaft_loss", "method.loss", "eaft")
         draft.move("eaft_alpha", "method.eaft_alpha", number)
+    elif draft.left.get("use_asft_loss") and draft.left.get("asft_alpha") == 0:
+        draft.translated("use_asft_loss", "method.loss", "dft", "asft_alpha is 0")
     elif draft.left.get("use_asft_loss"):
         anchor = draft.take("ref_model") or draft.get("model.name_or_path")
         draft.put("method.teacher", {"name_or_path": anchor})
@@ -139,7 +170,7 @@ def _adapter(draft: Draft) -> None:
         raise draft.refuse("finetuning_type", "not converted: full, freeze, lora and oft are")
     draft.translated("finetuning_type", "adapter.type", {"full": "none", "freeze": "none"}.get(kind, kind))
     if kind != "lora":
-        draft.drop(dict.fromkeys((*LORA, "lora_target"), f"finetuning_type is {kind}"))
+        draft.drop(dict.fromkeys((*LORA, "lora_target", "loraplus_lr_embedding"), f"finetuning_type is {kind}"))
     if kind == "freeze":
         frozen(draft)
     if kind != "oft":
@@ -151,14 +182,19 @@ def _adapter(draft: Draft) -> None:
         _oft(draft)
         return
     if continued(draft, "adapter_name_or_path", (*LORA, "lora_target", "additional_target", "pissa_init")):
+        lora_plus(draft)
         return
     draft.rename(LORA)
-    lora_plus(draft)
     _pissa(draft)
     draft.default("adapter.rank", 8, "lora_rank")
     draft.default("adapter.alpha", 2 * int(draft.get("adapter.rank")), "lora_alpha (twice the rank)")
-    draft.move("lora_target", "adapter.target_modules", lambda names: "all-linear" if names == "all" else listed(names))
+    draft.move("lora_target", "adapter.target_modules", _modules)
+    lora_plus(draft)
     draft.move("additional_target", "adapter.modules_to_save", listed)
+
+
+def _modules(names: Any) -> str | list[str]:
+    return "all-linear" if listed(names) == ["all"] else listed(names)
 
 
 def frozen(draft: Draft) -> None:
@@ -177,7 +213,7 @@ def frozen(draft: Draft) -> None:
 
 def _oft(draft: Draft) -> None:
     """``finetuning_type: oft``: blocks of a size; a number of blocks is not supported."""
-    draft.move("oft_target", "adapter.target_modules", lambda names: "all-linear" if names == "all" else listed(names))
+    draft.move("oft_target", "adapter.target_modules", _modules)
     draft.move("additional_target", "adapter.modules_to_save", listed)
     if draft.take("oft_rank"):
         draft.refused("oft_rank", "a number of blocks is not supported: set adapter.block_size")
@@ -200,7 +236,7 @@ def _pissa(draft: Draft) -> None:
 def _data(draft: Draft, stage: str, folder: Path) -> None:
     _named_sources(draft, folder, stage)
     draft.move("val_size", "data.eval_split")
-    _packing(draft)
+    _packing(draft, stage)
     _length(draft, stage)
     draft.move("moe_aux_loss_coef", "training.router_aux_loss_coef", number)
     grouping(draft)
@@ -254,6 +290,7 @@ def _translate_names(draft: Draft, key: str, ours: str, folder: Path, samples: d
         draft.translated(key, ours, sources)
         if known.keys() >= set(names) and not draft.get("data.images"):
             draft.drop(dict.fromkeys(("image_max_pixels", "image_min_pixels"), "no source has images"))
+            draft.drop({"use_audio_in_video": "no source has videos"})
     else:
         draft.changed(key, ours, sources, "dataset_info.json was not found: check these paths")
 
@@ -267,14 +304,14 @@ def _name_each(draft: Draft, ours: str, sources: list[dict[str, Any]], names: li
         draft.translated("eval_on_each_dataset", ours, sources)
 
 
-def _packing(draft: Draft) -> None:
+def _packing(draft: Draft, stage: str) -> None:
     neat = bool(draft.left.get("neat_packing"))
     if draft.left.get("packing") and not neat:
         why = "samples in a row do not see each other, as with neat_packing"
         draft.changed("packing", "data.packing", True, why)
     draft.move("neat_packing", "data.packing", lambda _: neat or bool(draft.get("data.packing")))
     draft.move("packing", "data.packing", lambda _: neat)
-    draft.default("data.packing", False, "packing")
+    draft.default("data.packing", stage == "pt", "packing")
 
 
 def _labels(draft: Draft) -> None:

@@ -32,6 +32,7 @@ LORA = {
     "lora_dropout": "dropout",
     "use_rslora": "use_rslora",
     "use_dora": "use_dora",
+    "modules_to_save": "modules_to_save",
 }
 FREEZE = ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules")
 PREFERENCE = ("pref_loss", "pref_beta", "pref_ftx", "simpo_gamma", "ld_alpha", "ref_model")
@@ -69,8 +70,6 @@ def convert(draft: Draft, folder: Path) -> None:
         draft.notes[:] = [note for note in draft.notes if note.key != "deepspeed"]
     if "dist_config" in draft.left:
         draft.none("dist_config", "distributed.strategy: auto shares the model by fsdp2 where it does not fit")
-    if draft.left.get("cp_size") == 1:
-        draft.none("cp_size", "is 1")
     remote_code(draft)
     drop_keys(draft)
     drop_trainer(draft)

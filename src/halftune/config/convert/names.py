@@ -10,13 +10,13 @@ from halftune.config.sections.training import Logger
 OPTIMIZERS = {
     theirs: ours
     for ours, names in {
-        "adamw": "adamw adamw_torch adamw_torch_fused adamw_hf",
+        "adamw": "adamw adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused adamw_torch_xla adamw_torch_npu_fused",
         "adamw_8bit": "adamw_8bit adamw_bnb_8bit",
         "paged_adamw_8bit": "paged_adamw_8bit",
         "paged_adamw": "paged_adamw paged_adamw_32bit",
         "adamw_torch_8bit": "adamw_torch_8bit ao_adamw_8bit",
         "adamw_torch_4bit": "adamw_torch_4bit ao_adamw_4bit",
-        "lion": "lion lion_32bit lion_pytorch",
+        "lion": "lion lion_32bit lion_pytorch paged_lion_32bit",
         "lion_8bit": "lion_8bit",
         "paged_lion_8bit": "paged_lion_8bit",
         "adafactor": "adafactor",

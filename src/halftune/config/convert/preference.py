@@ -47,6 +47,8 @@ TRL_KEYS = {
     "use_weighting": "dpo",
     "ld_alpha": "dpo",
 }
+LLAMAFACTORY_KEYS = ("pref_beta", "pref_loss", "pref_ftx", "pref_bco_weight", "dpo_label_smoothing", "ld_alpha",
+                     "kto_chosen_weight", "kto_rejected_weight", "simpo_gamma")  # fmt: skip
 TRL_LOSSES = {**dict.fromkeys(LOSSES, "dpo"), "kto": "kto", "apo_zero_unpaired": "kto"}
 TRL_RATES = {"dpo": 1.0e-6, "kto": 1.0e-6, "reward": 1.0e-4}
 
@@ -87,7 +89,7 @@ def _of_axolotl(draft: Draft, kind: str) -> None:
         draft.changed("rl", "method.type", kind, "answers have labels; there, prompts of chosen answers have them, too")
     if kind == "simpo":
         _simpo(draft, "rl_beta")
-        draft.changed("cpo_alpha", "method.sft_weight", float(draft.take("cpo_alpha") or 1.0), _MEAN)
+        _of_cpo(draft)
     draft.move("kto_desirable_weight", "method.desirable_weight", lambda given: float(given or 1))
     draft.move("kto_undesirable_weight", "method.undesirable_weight", lambda given: float(given or 1))
     _precomputed(draft)
@@ -96,6 +98,15 @@ def _of_axolotl(draft: Draft, kind: str) -> None:
         _smoothing(draft, "dpo_label_smoothing")
     names = ("dpo_loss_type", "dpo_use_weighting", "dpo_norm_loss", "dpo_label_smoothing", "dpo_loss_weights")
     draft.drop(dict.fromkeys(names, _PART), "refused")
+
+
+def _of_cpo(draft: Draft) -> None:
+    """SimPO is a loss of TRL's CPO, whose own part is not zero by default."""
+    share = draft.take("cpo_alpha")
+    if share == 0:
+        draft.translated("cpo_alpha", "method.sft_weight", 0.0)
+    else:
+        draft.changed("cpo_alpha", "method.sft_weight", 1.0 if share is None else float(share), _MEAN)
 
 
 def axolotl_source(entry: dict[str, Any], source: dict[str, Any], method: str) -> tuple[dict[str, Any], str]:
@@ -123,6 +134,8 @@ def of_llamafactory(draft: Draft, stage: str) -> None:
         method = loss if method == "dpo" and loss in ("simpo", "orpo") else method
         draft.translated("stage", "method.type", method)
         draft.move("pref_beta", "method.beta", float)
+        if method in ("simpo", "orpo") or draft.left.get("ref_model") == draft.left.get("model_name_or_path"):
+            draft.drop({"ref_model": "the reference is the model before training, if there is one"})
         draft.drop({"ref_model": "the reference is the model before training"}, "refused")
     if method == "kto":
         draft.move("kto_chosen_weight", "method.desirable_weight", float)
@@ -136,9 +149,10 @@ def of_llamafactory(draft: Draft, stage: str) -> None:
             draft.move("dpo_label_smoothing", "method.label_smoothing", float)
     if method in ("dpo", "simpo"):
         draft.move("pref_ftx", "method.sft_weight", float)
-    draft.drop(dict.fromkeys(("pref_ftx", "pref_bco_weight", "dpo_label_smoothing", "ld_alpha"), _PART), "refused")
-    other = ("pref_beta", "pref_loss", "kto_chosen_weight", "kto_rejected_weight", "simpo_gamma", "ref_model")
-    draft.drop(dict.fromkeys(other, f"stage is {stage}"))
+    draft.idle({"ld_alpha": 1}, "is 1: every token counts")
+    parts = {"dpo": ("pref_ftx", "pref_bco_weight", "dpo_label_smoothing", "ld_alpha"), "kto": ("pref_ftx",)}
+    draft.drop(dict.fromkeys(parts.get(stage, ()), _PART), "refused")
+    draft.drop(dict.fromkeys((*LLAMAFACTORY_KEYS, "ref_model"), f"stage is {stage}"))
 
 
 def listed_columns(entry: dict[str, Any], stage: str) -> dict[str, Any]:
@@ -175,6 +189,7 @@ def of_trl(draft: Draft) -> str:
     draft.move("center_rewards_coefficient", "method.center_coefficient", float)
     _precomputed(draft)
     draft.drop({"precompute_ref_batch_size": "per_device_eval_batch_size"})
+    draft.idle({"ld_alpha": 1}, "is 1: every token counts")
     names = ("loss_type", "label_smoothing", "loss_weights", "use_weighting", "ld_alpha", "sync_ref_model")
     draft.drop(dict.fromkeys(names, _PART), "refused")
     if draft.left.get("f_divergence_type") == "reverse_kl":
@@ -252,6 +267,9 @@ def _groups(draft: Draft) -> None:
         size = max(2, rows)
     draft.put(key, 1)
     why = "the KL divergence is estimated on fixed groups of rows; there, on each micro-batch"
-    draft.changed("kto", "method.group_size", size, why)
+    if draft.get("method.loss") == "apo_zero_unpaired":
+        draft.translated("kto", "method.group_size", size, "rows of a batch together; this loss has no KL divergence")
+    else:
+        draft.changed("kto", "method.group_size", size, why)
     if rows == passes == 1:
         draft.changed("batch of one row", "", None, "a group has at least two rows: so does a batch")

@@ -41,7 +41,6 @@ _NO_MODEL = "a model as reward is not supported; name a function in reward_funcs
 _OTHER = "this part of the loss is not supported yet"
 OFF = {
     **dict.fromkeys(("entropy_coef", "use_adaptive_entropy", "off_policy_mask_threshold", "delta"), _OTHER),
-    **dict.fromkeys(("use_bias_correction_kl", "sync_ref_model"), _OTHER),
     "rollout_func": "answers come from the model or a vLLM server",
     "generation_kwargs": "sampling has temperature, top_p and top_k",
     "min_p": "sampling has temperature, top_p and top_k",
@@ -50,17 +49,16 @@ OFF = {
     "async_prefetch": "answers are sampled before each step, by the present weights",
     "vllm_structured_outputs_regex": "answers are sampled freely",
     "vllm_guided_decoding_regex": "answers are sampled freely",
-    "num_generations_eval": "an evaluation has as many answers as a step",
 }
 # Keys of one of these parts, or without an effect on what is learned.
 NONE = (
     "log_completions", "num_completions_to_print", "log_unique_prompts", "log_multimodal", "remove_unused_columns",
     "ds3_gather_for_generation", "cache_implementation", "use_liger_loss", "use_liger_kernel", "reward_num_workers",
     "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target", "ref_model_mixup_alpha",
-    "ref_model_sync_steps", "replay_recompute_logps", "use_transformers_paged", "disable_dropout",
-    "chat_template_kwargs", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_max_model_length",
+    "ref_model_sync_steps", "replay_recompute_logps", "use_transformers_paged",
+    "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_max_model_length",
     "vllm_enable_sleep_mode", "vllm_model_impl", "vllm_group_port", "vllm_lora_sync", "vllm_sync_interval",
-    "vllm_mode", "generation_batch_size",
+    "vllm_mode",
 )  # fmt: skip
 
 
@@ -95,7 +93,14 @@ def of_trl(draft: Draft) -> None:
         draft.none("repetition_penalty", "is off")
     if draft.left.get("top_entropy_quantile") == 1.0:
         draft.none("top_entropy_quantile", "is off")
-    draft.drop({"repetition_penalty": "sampling has none", "top_entropy_quantile": _OTHER, **OFF}, "refused")
+    draft.idle({"num_generations_eval": draft.get("method.num_generations")}, "is num_generations")
+    draft.drop({"num_generations_eval": "an evaluation has as many answers as a step"}, "changed")
+    reference = dict.fromkeys(("use_bias_correction_kl", "sync_ref_model"), _OTHER)
+    if not draft.get("method.beta"):
+        draft.drop(dict.fromkeys(reference, "beta is 0: there is no reference"))
+    draft.move("chat_template_kwargs", "model.chat_template_kwargs")
+    draft.drop({"repetition_penalty": "sampling has none", "top_entropy_quantile": _OTHER}, "refused")
+    draft.drop({**OFF, **reference}, "refused")
     draft.drop(dict.fromkeys(NONE, "nothing that is learned depends on it"))
 
 
@@ -162,14 +167,30 @@ def _server(draft: Draft) -> None:
             draft.translated(key, "method.server.max_weight", number(draft.take(key)))
         elif key in draft.left:
             draft.none(key, "belongs to vLLM")
-    modes = (
-        "vllm_importance_sampling_mode",
-        "vllm_importance_sampling_correction",
-        "vllm_importance_sampling_clip_min",
-    )
-    draft.drop(
-        dict.fromkeys(modes, "weights of answers of a server are cut at max_weight"), "changed" if used else "none"
-    )
+    _weights(draft, server=draft.get("method.server") is not None)
+
+
+def _weights(draft: Draft, *, server: bool) -> None:
+    """Weights of a server's answers, which are cut here; the model's own answers need none."""
+    correction, mode, lowest = (f"vllm_importance_sampling_{name}" for name in ("correction", "mode", "clip_min"))
+    if server and draft.left.get(correction) is False:
+        draft.translated(correction, "method.server.max_weight", None)
+        server = False
+    why = "weights of answers of a server are cut at max_weight"
+    if server:
+        draft.idle({correction: True, mode: "token_truncate"}, why)
+        draft.drop(dict.fromkeys((correction, mode, lowest), why), "changed")
+    draft.drop(dict.fromkeys((correction, mode, lowest), "answers have no weights"))
+
+
+def dropout(draft: Draft) -> None:
+    """Dropout of the adapter in GRPO, and in GKD, where it is off by default; call it when the adapter is known."""
+    key, kind = "disable_dropout", draft.get("method.type")
+    if kind not in ("grpo", "distill"):
+        return
+    if draft.left.get(key, kind == "distill") and draft.get("adapter.dropout"):
+        draft.put("adapter.dropout", 0.0)
+    draft.drop({key: "adapter.dropout: 0"})
 
 
 def finish_grpo(draft: Draft) -> None:
@@ -178,6 +199,11 @@ def finish_grpo(draft: Draft) -> None:
     answers = int(draft.get(batch) or 8) * (steps := int(draft.get(passes) or 1))
     if (every := draft.take("steps_per_generation")) not in (None, steps):
         draft.refused("steps_per_generation", f"{every}: answers are sampled before each step")
+    together = draft.take("generation_batch_size")
+    if together is not None and together % answers:
+        draft.refused("generation_batch_size", f"{together}: answers are sampled before each step, {answers} a device")
+    elif together is not None:
+        draft.none("generation_batch_size", f"the answers of a step, with {together // answers} devices")
     size = int(draft.get("method.num_generations"))
     draft.put(batch, 1)
     draft.put(passes, max(1, answers // size))
@@ -186,8 +212,10 @@ def finish_grpo(draft: Draft) -> None:
         why += f": {answers} on a device, which {size} does not divide"
     draft.changed("per_device_train_batch_size", passes, draft.get(passes), why)
     if is_off(draft.source.get("max_length")):
-        longest = _LONGEST_PROMPT + int(draft.get("method.max_completion_length"))
+        given = draft.take("max_prompt_length")
+        longest = int(given or _LONGEST_PROMPT) + int(draft.get("method.max_completion_length"))
         why = f"prompts have up to {_LONGEST_PROMPT:,} tokens; there, any length"
+        why = "a row with a longer prompt is left out; there, the prompt is cut" if given else why
         draft.changed("max_prompt_length", "data.max_length", longest, why)
     draft.put("data.overlong", "drop")
 
@@ -211,10 +239,12 @@ def of_gkd(draft: Draft) -> None:
     draft.default("method.beta", 0.5, "beta")
     share = draft.take("lmbda")
     why = "this share of the examples of each batch; there, of the batches"
-    draft.changed("lmbda", "method.on_policy", 0.5 if share is None else number(share), why)
+    share = 0.5 if share is None else number(share)
+    if share in (0, 1):
+        draft.translated("lmbda", "method.on_policy", share)
+    else:
+        draft.changed("lmbda", "method.on_policy", share, why)
     if draft.get("method.on_policy"):
         draft.move("max_new_tokens", "method.max_completion_length")
         draft.default("method.max_completion_length", 128, "max_new_tokens")
-    draft.drop({"max_new_tokens": "no answers are sampled", "disable_dropout": "see adapter.dropout"})
-    if draft.get("adapter.dropout") and draft.source.get("disable_dropout", True):
-        draft.put("adapter.dropout", 0.0)
+    draft.drop({"max_new_tokens": "no answers are sampled"})

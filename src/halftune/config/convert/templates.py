@@ -48,6 +48,7 @@ def axolotl_template(draft: Draft) -> None:
     """``chat_template`` and ``eot_tokens`` of a recipe whose sources are known."""
     key, asked = "chat_template", str(draft.take("chat_template") or "tokenizer_default")
     unread = ""  # why nothing renders by the key
+    written = str(draft.left.get("chat_template_jinja") or "")
     if draft.get("data.images") or draft.get("data.audio"):
         images.axolotl_template(draft, key, asked)
     elif draft.get("method.type") == "pretrain" or not any(map(_renders, _sources(draft))):
@@ -56,6 +57,10 @@ def axolotl_template(draft: Draft) -> None:
         draft.translated("tokenizer_use_mistral_common", "model.chat_template", "mistral_v7_tekken")
         draft.put("model.chat_template_kwargs", {"trim_answers": True})
         unread = "the tokenizer of mistral-common does not read it"
+    elif written.endswith((".jinja", ".j2")) and (asked == "jinja" or key not in draft.source):
+        why = "an end of a turn that is not the tokenizer's EOS is trained here"
+        _own_text(draft, "chat_template_jinja", written, why)
+        unread = "chat_template_jinja holds"
     elif _OWN.fullmatch(asked):
         _own(draft, key)
     else:

@@ -13,7 +13,7 @@ from typing import Any
 from halftune.config.convert.draft import Draft, is_off
 from halftune.config.convert.formats import listed
 from halftune.config.convert.names import LOGGERS
-from halftune.config.convert.names import OPTIMIZERS as NAMES
+from halftune.config.convert.optimizers import optimizer
 from halftune.config.facts.families import causal_types
 from halftune.config.facts.folder import read_json
 from halftune.config.optimizers import OPTIMIZERS, SCHEDULES
@@ -27,13 +27,14 @@ SHARED = {key: f"training.{key}" for key in _SAME}
 SHARED |= {"load_best_model_at_end": "training.load_best", "tf32": "precision.tf32"}
 _ONLY = ("num_train_epochs", "per_device_train_batch_size", "per_device_eval_batch_size", "torch_compile")
 RENAMED = SHARED | {key: f"training.{key}" for key in _ONLY} | {"run_name": "logging.run_name"}
-_ADAMW = re.compile(r"(paged_|ao_)?adamw(_bnb|_torch)?(_8bit|_4bit|_32bit|_fp8|_bnb_8bit)")
 
 
 def convert_trainer(draft: Draft, folder: Path) -> None:
     """Everything that TrainingArguments says, defaults included (transformers 5)."""
     if "max_grad_norm" in draft.left and not draft.has("max_grad_norm"):
         draft.translated("max_grad_norm", "training.max_grad_norm", 0, "null: transformers 4 does not clip then")
+    if draft.has("save_total_limit") and draft.left["save_total_limit"] <= 0:
+        draft.none("save_total_limit", "not above 0: all checkpoints are kept")
     draft.rename(RENAMED)
     draft.move("learning_rate", "training.learning_rate", number)
     steps = draft.take("max_steps")
@@ -67,6 +68,8 @@ def best_metric(draft: Draft) -> None:
     name = eval_name(str(metric).removeprefix("eval_").removesuffix("_loss"))
     if metric in ("loss", "eval_loss"):
         draft.none("metric_for_best_model", "is the default")
+    elif not draft.get("training.load_best") and not draft.get("training.early_stopping_patience"):
+        draft.none("metric_for_best_model", "no best evaluation is chosen")
     elif str(metric).endswith("_loss") and name in [source.get("name") for source in draft.get("data.eval") or []]:
         draft.translated("metric_for_best_model", "training.metric_for_best", f"eval_loss_{name}")
     else:
@@ -82,7 +85,16 @@ def drop_trainer(draft: Draft) -> None:
     """Label smoothing, and the keys of TrainingArguments without an equivalent; call it when the method is known."""
     if draft.left.get("label_smoothing_factor") and draft.get("method.type") in ("sft", "pretrain"):
         draft.move("label_smoothing_factor", "training.label_smoothing", number)
+    draft.move("full_determinism", "training.deterministic", bool)
+    _accelerator(draft)
     draft.drop_listed("trainer")
+
+
+def _accelerator(draft: Draft) -> None:
+    """Of an accelerate config, only these options decide what a batch holds."""
+    key, given = "accelerator_config", draft.left.get("accelerator_config")
+    if isinstance(given, dict) and not any(map(given.get, ("split_batches", "gradient_accumulation_kwargs"))):
+        draft.drop({key: "says how rows reach the devices, and no more"})
 
 
 def number(value: Any) -> Any:
@@ -155,21 +167,6 @@ def remote_code(draft: Draft) -> None:
         draft.translated(key, "model.trust_remote_code", True)
 
 
-def optimizer(draft: Draft, key: str) -> None:
-    """The optimizer. AdamW in a form that does not exist here becomes plain AdamW."""
-    if not draft.has(key):
-        return
-    ours, value = "training.optim", str(draft.take(key))
-    name = NAMES.get(value)
-    if name is not None:
-        draft.translated(key, ours, name)
-    elif _ADAMW.fullmatch(value):
-        draft.changed(key, ours, "adamw", f"{value}: the moments of AdamW are not quantised or paged here")
-    else:
-        draft.put(ours, "adamw")
-        draft.refused(key, f"{value} is not supported yet; accepted, AdamW takes its place")
-
-
 def scheduler(draft: Draft, key: str) -> None:
     """The schedule."""
     ours, asked = "training.lr_scheduler_type", str(draft.left.get(key) or "")
@@ -226,6 +223,8 @@ def lora_plus(draft: Draft) -> None:
     """A higher learning rate for LoRA's B (LoRA+)."""
     if draft.get("adapter.type") == "lora":
         draft.move("loraplus_lr_ratio", "adapter.lora_plus_ratio", number)
+    if not draft.get("adapter.lora_plus_ratio") or "embed" not in str(draft.get("adapter.target_modules")):
+        draft.drop({"loraplus_lr_embedding": "LoRA+ has no adapter of an embedding here"})
 
 
 def embedding_noise(draft: Draft) -> None:
@@ -238,7 +237,7 @@ def embedding_noise(draft: Draft) -> None:
 
 def lowest_rate(draft: Draft) -> None:
     """axolotl's cosine that ends above zero; call it after :func:`scheduler`."""
-    if draft.get("training.lr_scheduler_type") == "cosine" and draft.has("cosine_min_lr_ratio"):
+    if draft.get("training.lr_scheduler_type") in (None, "cosine") and draft.has("cosine_min_lr_ratio"):
         draft.put("training.lr_scheduler_type", "cosine_with_min_lr")
         draft.move("cosine_min_lr_ratio", "training.lr_min_ratio", number)
 
@@ -267,12 +266,8 @@ def report_to(draft: Draft) -> None:
     names = [asked] if isinstance(asked, str) else list(asked or [])
     kept = [name for name in names if name in LOGGERS]
     lost = [name for name in names if name not in (*kept, "none", "None")]
-    if lost:
-        draft.changed(
-            "report_to", "logging.report_to", kept, f"{', '.join(map(str, lost))}: not there; metrics.jsonl is"
-        )
-    else:
-        draft.translated("report_to", "logging.report_to", kept)
+    why = f"{', '.join(map(str, lost))}: not there; metrics.jsonl is" if lost else ""
+    draft.translated("report_to", "logging.report_to", kept, why)
 
 
 def whole_steps(draft: Draft, key: str, ours: str) -> None:
@@ -290,13 +285,13 @@ def _share(draft: Draft, key: str, ours: str, value: Any) -> None:
     """A period that is a share of the run, rounded up to whole steps as transformers does."""
     total, share = draft.get("training.max_steps"), number(value)
     if not isinstance(share, float) or not 0 < share < 1:
-        draft.changed(key, "", None, f"{value} is no period: the default holds")
+        draft.none(key, f"{value} is no period: the default holds")
     elif ours != "training.logging_steps":
         draft.translated(key, ours, share)
     elif total is not None:
         draft.translated(key, ours, math.ceil(share * total))
     else:
-        draft.changed(key, "", None, f"{value} of the run, whose length is not known here: every step is logged")
+        draft.none(key, f"{value} of the run, whose length is not known here: every step is logged")
 
 
 def resume(draft: Draft) -> None:

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from halftune.config.convert import preference, reinforcement
-from halftune.config.convert.draft import Draft
+from halftune.config.convert.draft import Draft, is_off
 from halftune.config.convert.formats import attention, listed, precision, quantization
 from halftune.config.convert.trainer import convert_trainer, grouping, periods
 
 MODEL = {
     "model_name_or_path": "model.name_or_path",
     "model_revision": "model.revision",
-    "chat_template_path": "model.chat_template",
     "dataset_num_proc": "data.num_workers",
 }
 LORA = {
@@ -42,18 +41,20 @@ def convert(draft: Draft, folder: Path) -> None:
     method = "" if answers or taught else preference.of_trl(draft)
     if draft.has("beta"):  # also 0, which is GRPO's usual beta
         raise draft.refuse("beta", "the trainer is not named: add loss_type, sigmoid for DPO or kto for KTO")
+    _template(draft)
+    draft.move("eos_token", "model.tokens.special", lambda token: {"eos": str(token)})
     draft.rename(MODEL)
     if not answers and not taught:
         draft.put("method.type", method or "sft")
     precision(draft, default="bf16")
-    for key in DTYPES:
-        if key in draft.left:
-            why = f"{draft.take(key)}: frozen weights are loaded in the dtype of compute, trained ones in fp32"
-            draft.changed(key, "", None, why)
     if draft.has("attn_implementation"):
         attention(draft, "attn_implementation", draft.take("attn_implementation"))
     _adapter(draft)
+    if not is_off(draft.left.get("load_in_4bit")):
+        draft.left.setdefault("use_bnb_nested_quant", False)
     quantization(draft, "model_name_or_path")
+    _dtypes(draft)
+    reinforcement.dropout(draft)
     _data(draft)
     if not method and not answers and not taught:
         _loss(draft)
@@ -69,6 +70,29 @@ def convert(draft: Draft, folder: Path) -> None:
     if answers:
         reinforcement.finish_grpo(draft)
     draft.drop_listed("trl")
+
+
+def _template(draft: Draft) -> None:
+    """A file with a chat template, or a model whose template and tokens are taken."""
+    key, path = "chat_template_path", str(draft.left.get("chat_template_path") or "")
+    if path.endswith((".jinja", ".j2")):
+        draft.move(key, "model.chat_template")
+    why = "the chat template of another model: write it to a file and name it in model.chat_template"
+    draft.drop({key: why}, "changed")
+
+
+def _dtypes(draft: Draft) -> None:
+    """The dtype in which weights are loaded: frozen ones have that of compute here, trained ones fp32 or bf16."""
+    compute, full = draft.get("precision.compute"), draft.get("adapter.type") == "none"
+    for key in DTYPES:
+        dtype = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(str(draft.left.get(key)))
+        if full and dtype == "bf16" == compute:
+            draft.translated(key, "precision.trainable", "bf16")
+        elif dtype == ("fp32" if full else compute) and not draft.get("model.quantization"):
+            draft.none(key, "the same here")
+        elif key in draft.left:
+            why = f"{draft.left[key]}: frozen weights are loaded in the dtype of compute, trained ones in fp32"
+            draft.drop({key: why}, "changed")
 
 
 def _adapter(draft: Draft) -> None:
@@ -93,6 +117,10 @@ def _data(draft: Draft) -> None:
     _text_field(draft)
     draft.move("max_length", "data.max_length")
     draft.move("max_seq_length", "data.max_length")
+    if draft.get("data.max_length") is None and "max_length" in draft.left and draft.get("method.type") != "grpo":
+        draft.put("data.max_length", 2048)
+        why = "a longer row stops the run: then raise data.max_length; there, the length is not looked at"
+        draft.translated("max_length", "data.overlong", "error", why)
     draft.default("data.max_length", 1024, "max_length")
     draft.words("truncation_mode", "data.overlong", _OVERLONG, "keep_start", "the first max_length tokens are kept")
     draft.default("data.overlong", "drop" if draft.get("method.type") == "reward" else "keep_start", "truncation_mode")
@@ -135,6 +163,8 @@ def _packing(draft: Draft) -> None:
     draft.default("data.packing", False, "packing")
     if strategy in ("bfd", "bfd_split"):
         draft.translated("packing_strategy", "data.packing", draft.get("data.packing"))
+    elif strategy is not None and not draft.get("data.packing"):
+        draft.none("packing_strategy", "packing is off")
     elif strategy is not None:
         draft.changed(
             "packing_strategy", "", None, f"{strategy}: rows are packed best-fit, and samples never see each other"
@@ -157,8 +187,10 @@ def _of_mixture(entry: Any) -> dict[str, Any]:
 
 def _loss(draft: Draft) -> None:
     """TRL trains whole conversations unless it is told not to; which one a data set needs cannot be seen here."""
-    for key in ("assistant_only_loss", "completion_only_loss"):
-        draft.move(key, "method.train_on", lambda answers: "assistant" if answers else "all")
+    keys = ("assistant_only_loss", "completion_only_loss")
+    answers = any(map(draft.left.get, keys))
+    for key in keys:
+        draft.move(key, "method.train_on", lambda _: "assistant" if answers else "all")
     loss = draft.take("loss_type")
     if draft.get("method.train_on") is None:
         why = "answers only are trained; TRL trains whole conversations (train_on: all) unless this is true"
