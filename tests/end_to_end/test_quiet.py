@@ -41,6 +41,7 @@ ALONE: dict[str, tuple[list[list[str]], list[str]]] = {
     "export": ([["export", "run", "--output", "merged"]], []),
     "doctor": ([["doctor"], ["doctor", "--config", "x.yaml"]], []),
     "data": ([["data", "--config", "images.yaml"]], []),
+    "certify": ([["certify", "builtin:qwen2-tiny"]], []),
     "bitsandbytes": (
         [
             [*TRAIN, "training.optim=adamw_8bit", "training.output_dir=adamw"],

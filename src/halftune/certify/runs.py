@@ -24,7 +24,7 @@ from halftune.config.facts.model import ModelFacts
 from halftune.config.load import LoadedConfig
 from halftune.config.sections.method import METHOD_SECTIONS
 from halftune.hardware import Hardware
-from halftune.model.adapters import load_adapter
+from halftune.model.adapters import load_adapter, without_unused_formats
 from halftune.model.architectures import own_architectures
 from halftune.model.load import load_model
 from halftune.model.merge import fp32_plan, merge_adapter
@@ -61,7 +61,7 @@ def _adapter(bench: Workbench, name: str) -> Line:
     plan = bench.plan(loaded)
     final = train(loaded, plan).folder / "final"
     exact = fp32_plan(plan, "fp32")
-    with torch.no_grad(), warnings.catch_warnings():
+    with torch.no_grad(), without_unused_formats(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         base: Any = load_model(loaded.run.model, exact, for_training=False)
         with own_architectures():

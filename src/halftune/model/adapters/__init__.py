@@ -106,7 +106,7 @@ def attach_adapter(
         ConfigError: the adapter does not fit this model.
     """
     attach = table.load(ADAPTERS, adapter.type, kind="adapter")
-    with _without_unused_formats():
+    with without_unused_formats():
         adapted = attach(model, adapter, plan, seed)
     if isinstance(adapted, PeftModel) and isinstance(adapter, LoraAdapter) and adapter.reduces_base:
         from halftune.model.adapters.initial import initialise  # few runs do
@@ -118,7 +118,7 @@ def attach_adapter(
 
 
 @contextmanager
-def _without_unused_formats() -> Iterator[None]:
+def without_unused_formats() -> Iterator[None]:
     """Inside, peft does not import bitsandbytes (0.7 CPU-s) and torchao (0.4) for a model without layers of them."""
     try:
         with without(*UNUSED):
@@ -143,7 +143,7 @@ def load_adapter(model: PreTrainedModel, folder: Path, plan: Plan) -> PeftModel:
     try:
         config: Any = PeftConfig.from_pretrained(str(folder))
         ours = restore_targets(config, model)
-        with ignore_peft_warnings(), _without_unused_formats(), unchanged_targets() if ours else nullcontext():
+        with ignore_peft_warnings(), without_unused_formats(), unchanged_targets() if ours else nullcontext():
             warnings.filterwarnings("ignore", message="Found missing adapter keys")  # they are checked below
             adapted = PeftModel.from_pretrained(
                 model, str(folder), is_trainable=False, config=config, autocast_adapter_dtype=False
