@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from halftune.config.convert.trainer import (
     drop_trainer,
     embedding_noise,
     evaluates,
+    loggers,
     lora_plus,
     lowest_rate,
     number,
@@ -105,9 +107,12 @@ def _without_effect(draft: Draft, method: str) -> None:
     schedule, lowest = draft.get("training.lr_scheduler_type"), number(draft.source.get("cosine_min_lr_ratio"))
     cosine = schedule in (None, "cosine", "cosine_with_min_lr")
     draft.idle({"cosine_constant_lr_ratio": 1}, "is 1: the rate falls to the end")
-    draft.idle({"embedding_lr": draft.source.get("learning_rate")}, "is learning_rate")
+    if not draft.get("training.weight_decay"):  # there, embeddings with a rate of their own do not decay
+        draft.idle({"embedding_lr": draft.source.get("learning_rate"), "embedding_lr_scale": 1}, "is learning_rate")
     parts = {
         "lisa_n_layers": not is_off(draft.left.get("lisa_n_layers")),
+        "the embedding, which is not trained": draft.get("adapter.type") == "none"
+        or bool(draft.get("adapter.modules_to_save") or re.search("embed|head", str(draft.get("adapter")))),
         "relora": "relora" not in draft.source or not is_off(draft.source["relora"]),
         "processor_type": not is_off(draft.source.get("processor_type")),
         "cosine_min_lr_ratio": cosine and bool(lowest),
@@ -118,6 +123,8 @@ def _without_effect(draft: Draft, method: str) -> None:
     for key, part in (
         ("lisa_step_interval", "lisa_n_layers"),
         ("lisa_layers_attribute", "lisa_n_layers"),
+        ("embedding_lr", "the embedding, which is not trained"),
+        ("embedding_lr_scale", "the embedding, which is not trained"),
         ("relora_prune_ratio", "relora"),
         ("relora_steps", "relora"),
         ("image_size", "processor_type"),
@@ -267,3 +274,4 @@ def _logging(draft: Draft) -> None:
     if draft.left.get("wandb_name"):
         draft.move("wandb_name", "logging.run_name")
     draft.drop(dict.fromkeys(("wandb_project", "wandb_name"), "is off"))
+    loggers(draft, ("tensorboard", "mlflow", "swanlab", "trackio"))

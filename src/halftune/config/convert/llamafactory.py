@@ -162,6 +162,7 @@ def _loss(draft: Draft) -> None:
         why = "the loss is a mean over the tokens of the global batch; there, a sum over micro-batches of their means"
         draft.changed("use_asft_loss", "method.type", "distill", why)
     draft.drop(dict.fromkeys(("use_dft_loss", "use_eaft_loss", "use_asft_loss"), "another loss holds"))
+    draft.drop({"ref_model": "this loss has no reference"})
 
 
 def _adapter(draft: Draft) -> None:

@@ -82,11 +82,12 @@ def of_axolotl(draft: Draft) -> str:
 
 def _of_axolotl(draft: Draft, kind: str) -> None:
     """The keys of a preference method."""
-    draft.translated("rl", "method.type", kind)
     draft.move("rl_beta", "method.beta", float)
     if kind == "orpo":
         draft.move("orpo_alpha", "method.beta", float)
         draft.changed("rl", "method.type", kind, "answers have labels; there, prompts of chosen answers have them, too")
+    else:
+        draft.translated("rl", "method.type", kind)
     if kind == "simpo":
         _simpo(draft, "rl_beta")
         _of_cpo(draft)

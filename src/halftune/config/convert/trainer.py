@@ -46,6 +46,7 @@ def convert_trainer(draft: Draft, folder: Path) -> None:
     optimizer(draft, "optim")
     scheduler(draft, "lr_scheduler_type")
     report_to(draft)
+    loggers(draft, ("swanlab",))
     embedding_noise(draft)
     whole_steps(draft, "logging_steps", "training.logging_steps")
     resume(draft)
@@ -172,6 +173,7 @@ def scheduler(draft: Draft, key: str) -> None:
     ours, asked = "training.lr_scheduler_type", str(draft.left.get(key) or "")
     if OPTIMIZERS.get(draft.get("training.optim"), OPTIMIZERS["adamw"]).averages and not asked.startswith("constant"):
         draft.changed(key, ours, "constant_with_warmup", "the average of the weights takes the place of a falling rate")
+        draft.drop({"lr_scheduler_kwargs": "belongs to the schedule"})
         return
     table = {name: name for name in SCHEDULES}
     draft.words(key, ours, table, "cosine", "cosine takes its place")
@@ -183,8 +185,10 @@ _OPTIONS: dict[str, dict[str, str]] = {
     "cosine_with_min_lr": {"min_lr_rate": "lr_min_ratio", "min_lr": "lr_min_ratio"},
     "cosine_with_restarts": {"num_cycles": "lr_cycles"},
     "polynomial": {"power": "lr_power", "lr_end": "lr_min_ratio"},
-    "warmup_stable_decay": {"min_lr_ratio": "lr_min_ratio"},
+    "warmup_stable_decay": {"min_lr_ratio": "lr_min_ratio", "num_decay_steps": "lr_decay_ratio"},
 }
+_USUAL = {"cosine": {"num_cycles": 0.5}, "cosine_with_min_lr": {"num_cycles": 0.5},
+          "warmup_stable_decay": {"num_cycles": 0.5, "warmup_type": "linear", "decay_type": "cosine"}}  # fmt: skip
 
 
 def _scheduler_options(draft: Draft) -> None:
@@ -198,13 +202,18 @@ def _scheduler_options(draft: Draft) -> None:
         return
     draft.take(key)
     chosen, peak = draft.get("training.lr_scheduler_type"), number(draft.get("training.learning_rate"))
-    names = _OPTIONS.get(str(chosen), {})
+    names, whole = _OPTIONS.get(str(chosen), {}), {"num_decay_steps": draft.get("training.max_steps")}
+    whole |= dict.fromkeys(("min_lr", "lr_end"), peak)
     for option, value in given.items():
         where, value, ours = f"{key}.{option}", number(value), names.get(option)
-        if option in ("min_lr", "lr_end"):
-            value = value / peak if value is not None and peak else None
+        if value is None or value == _USUAL.get(str(chosen), {}).get(option):
+            draft.none(where, "is the default")
+            continue
+        if option in whole:
+            value = value / whole[option] if whole[option] else None
         if ours is None or value is None:
-            draft.refused(where, f"{chosen} has no such option here" if ours is None else "needs learning_rate")
+            needs = "max_steps" if option == "num_decay_steps" else "learning_rate"
+            draft.refused(where, f"{chosen} has no such option here" if ours is None else f"needs {needs}")
         else:
             draft.translated(where, f"training.{ours}", int(value) if ours == "lr_cycles" else value)
 
@@ -268,6 +277,15 @@ def report_to(draft: Draft) -> None:
     lost = [name for name in names if name not in (*kept, "none", "None")]
     why = f"{', '.join(map(str, lost))}: not there; metrics.jsonl is" if lost else ""
     draft.translated("report_to", "logging.report_to", kept, why)
+
+
+def loggers(draft: Draft, names: Iterable[str]) -> None:
+    """Loggers that have keys of their own; call it after ``report_to``."""
+    for name in names:
+        if not is_off(draft.left.get(f"use_{name}")):
+            others = [one for one in draft.get("logging.report_to") or () if one != name]
+            draft.translated(f"use_{name}", "logging.report_to", [*others, name])
+        draft.drop({f"use_{name}": "is off"})
 
 
 def whole_steps(draft: Draft, key: str, ours: str) -> None:

@@ -14,6 +14,7 @@ MODEL = {
     "model_name_or_path": "model.name_or_path",
     "model_revision": "model.revision",
     "dataset_num_proc": "data.num_workers",
+    "test_split_size": "data.eval_split",
 }
 LORA = {
     "lora_r": "adapter.rank",
@@ -22,6 +23,7 @@ LORA = {
     "lora_modules_to_save": "adapter.modules_to_save",
     "use_rslora": "adapter.use_rslora",
     "use_dora": "adapter.use_dora",
+    "lora_target_parameters": "adapter.target_parameters",
 }
 _OVERLONG = {"keep_start": "keep_start"}
 DTYPES = ("dtype", "torch_dtype")
@@ -139,8 +141,10 @@ def _named_set(draft: Draft) -> None:
     asked = draft.left.get("eval_strategy") or draft.left.get("evaluation_strategy")
     if asked not in (None, "no", False) and not local:
         draft.put("data.eval", [_with_split(path, test or "test")])
-    for key in parts:
-        draft.move(key, "data.train", lambda _: draft.get("data.train"))
+    for key, where in zip(parts, ("data.train", "data.train", "data.eval"), strict=True):
+        if draft.get(where) is not None:
+            draft.move(key, where, lambda _, where=where: draft.get(where))
+        draft.drop({key: "there is no evaluation"})
 
 
 def _text_field(draft: Draft) -> None:
