@@ -1197,7 +1197,7 @@ BASES = {
         # what halftune has a key for
         ("axolotl", "full_determinism: true", "full_determinism", "translated", {"training.deterministic": True}),
         ("axolotl", "warmup_ratio: null\nmax_steps: 1000", "warmup_steps (3 %, at most 100)", "default",
-         {"training.warmup_steps": 30}),
+         {"training.warmup_steps": 30, "training.warmup_ratio": None}),
         ("axolotl", "optimizer: adamw_apex_fused", "optimizer", "translated", {"training.optim": "adamw"}),
         ("axolotl", "optimizer: paged_lion_32bit", "optimizer", "translated", {"training.optim": "lion"}),
         ("axolotl", "optimizer: galore_adamw\noptim_args: rank=64, scale=0.1\noptim_target_modules: [attn, mlp]",
@@ -1258,6 +1258,9 @@ BASES = {
         ("TRL", "optim: schedule_free_adamw\nlr_scheduler_kwargs: {num_cycles: 2}", "lr_scheduler_kwargs", "none", {}),
         ("axolotl", "embedding_lr: 1e-4\nweight_decay: 0.1", "embedding_lr", "refused", {}),
         ("lora", "embedding_lr: 1e-5", "embedding_lr", "none", {}),
+        ("axolotl", "bf16: null", "bf16", "translated", {"precision.compute": "fp32"}),
+        ("axolotl", "bf16: null\nfp16: true", "bf16", "translated", {"precision.compute": "fp16"}),
+        ("TRL", "bf16: null\nfp16: null", "bf16", "translated", {"precision.compute": "bf16"}),
         ("axolotl", "rl: orpo", "rl", "changed", {"method.type": "orpo"}),
         ("LLaMA-Factory", "ref_model: x", "ref_model", "none", {}),
         ("GRPO", "max_prompt_length: 512", "max_prompt_length", "changed", {"data.max_length": 512 + 96}),

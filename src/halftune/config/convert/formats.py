@@ -53,7 +53,8 @@ def precision(draft: Draft, *, default: str) -> None:
     on = {HALF[key] for key, value in written.items() if value in ("true", "full")}
     if len(on) > 1:
         raise draft.refuse("fp16", "bf16 is true as well; keep one of them")
-    word = on.pop() if on else {"auto": "auto", "false": "fp32"}.get(written.get("bf16", ""), default)
+    words = {"auto": "auto", "false": "fp32"} | ({"none": "fp32"} if draft.framework == "axolotl" else {})
+    word = on.pop() if on else words.get(written.get("bf16", ""), default)
     for key in written:
         draft.translated(key, "precision.compute", word)
     if PURE & written.items():

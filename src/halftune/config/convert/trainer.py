@@ -119,7 +119,7 @@ def warmup(draft: Draft) -> None:
         draft.none("warmup_ratio", "warmup_steps wins")
     elif ratio is not None:
         draft.translated("warmup_ratio", "training.warmup_ratio", ratio)
-    if not ratio and not steps:
+    if not ratio and not steps and draft.get("training.warmup_steps") is None:
         draft.default("training.warmup_ratio", 0.0, "warmup_ratio")
 
 
