@@ -288,6 +288,7 @@ def test_parts_of_a_loss_that_are_not_here_are_refused(framework: str, old: str)
             {"type": "dpo", "loss": "sigmoid", "sft_weight": 0.5, "label_smoothing": 0.1},
         ),
         ("axolotl", "rl: orpo\norpo_alpha: 0.2", {"type": "orpo", "beta": 0.2}),
+        ("axolotl", "rl: dpo\nrpo_alpha: 0.5", {"type": "dpo", "sft_weight": 0.5}),
         ("axolotl", "rl: simpo\nsimpo_gamma: 0.7", {"type": "simpo", "beta": 0.1, "gamma": 0.7, "sft_weight": 1.0}),
         ("axolotl", "rl: dpo\ndpo_loss_type: [exo_pair]\ndpo_label_smoothing: 0.1",
          {"type": "dpo", "loss": "exo_pair", "label_smoothing": 0.1}),

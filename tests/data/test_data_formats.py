@@ -107,6 +107,8 @@ MALFORMED = [
     ("messages", {"messages": [{"role": "user", "content": 3}]}, "text or a list of parts"),
     ("messages", {"messages": [{"role": "user", "content": "x", "training": False}]}, "unknown key 'training'"),
     ("sharegpt", {"conversations": [{"from": "gpt", "value": "x", "Weights": 0}]}, "unknown key 'Weights'"),
+    ("messages", {"messages": [{"role": "assistant", "content": "x", "loss": False}]}, "unknown key 'loss'"),
+    ("messages", {"messages": [{"role": "assistant", "content": "x", "trainable": True}]}, "unknown key 'trainable'"),
     ("alpaca", {"instruction": "A?"}, "row without an answer"),
     ("alpaca", {"instruction": ["A"], "output": "B"}, "instruction: .*list"),
     ("alpaca", {"instruction": "A", "output": True}, "output: .*boolean"),
@@ -130,9 +132,9 @@ def test_malformed_rows_say_what_is_wrong(name, row, message):
 
 
 def test_keys_of_a_message_that_nothing_reads_are_noted():
-    message = {"role": "assistant", "content": "x", "loss": False, "mask": 1, "refusal": None, "value": "y"}
+    message = {"role": "assistant", "content": "x", "seen": False, "mask": 1, "refusal": None, "value": "y"}
     (note,) = read("messages", {"messages": [message, {**message, "id": "7"}]}).notes
-    assert note.endswith(": id, loss, mask, value")
+    assert note.endswith(": id, mask, seen, value")
     with pytest.raises(RowError) as caught:
         read("messages", {"messages": [{"role": "assistant", "content": "x", "training": False}]})
     assert caught.value.remedy.startswith("did you mean train?")

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from halftune.cli import main
 from halftune.config.sections.model import SpecialTokens, TokensSection
 from halftune.core.errors import ModelError
+from halftune.data.control_tokens import special_tokens
 from halftune.infer.session import open_session
-from halftune.model.added_tokens import add_rows, add_tokens
+from halftune.model.added_tokens import add_rows, add_tokens, visible_text
 from halftune.model.builtin import materialize
 from halftune.model.completed_run import open_run
 from halftune.model.tokenizer import load_tokenizer
@@ -137,3 +138,16 @@ def test_quantised_and_sharded_embeddings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as error:
         add_rows(model, section(base, tokens=TOKENS), lazy=False)
     assert error.value.code == "model.tokens_unsupported"
+
+
+def test_added_tokens_of_thoughts_are_content_and_others_are_seen_by_rewards() -> None:
+    tokenizer = load_tokenizer(section("builtin:qwen2-tiny", tokens={"add": ["<think>", "<|mark|>"]}))
+    think, mark = tokenizer.convert_tokens_to_ids(["<think>", "<|mark|>"])
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    assert "<|mark|>" in special
+    assert "<think>" not in special
+    assert "<think>" not in special_tokens(tokenizer)
+    end = tokenizer.eos_token_id
+    ids = [think, *tokenizer("so").input_ids, mark, end]
+    assert visible_text(tokenizer, ids, ["<|mark|>"]) == "<think>so<|mark|>"
+    assert visible_text(tokenizer, ids, []) == "<think>so"

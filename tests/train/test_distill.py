@@ -296,3 +296,17 @@ def test_packed_rows_keep_room_for_the_models_answers(recipe: Any, monkeypatch: 
 def test_the_prompt_is_all_before_the_last_answer(mask: list[int], length: int) -> None:
     ids = torch.arange(len(mask), dtype=torch.int32).numpy()
     assert prompt_of(Segment(ids, torch.tensor(mask, dtype=torch.bool).numpy())).tolist() == list(range(length))
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("loss", ["nll", "dft"])
+def test_nothing_is_learned_from_own_answers_but_the_divergence(
+    share: float, loss: str, recipe: Any, tmp_path: Path, small_model: Path
+) -> None:
+    """A student of itself: the divergence is zero, and only answers of the data have a cross-entropy to learn."""
+    method = {"type": "distill", "teacher": str(small_model), "beta": 0.5, "sft_weight": 1.0, "sft_loss": loss}
+    method |= {"on_policy": share, "max_completion_length": 8}
+    settings = ("training.max_steps=1", "training.max_grad_norm=0", f"method={json.dumps(method)}")
+    train(*recipe(*settings, "adapter=none", f"training.output_dir={tmp_path}/run"))
+    (norm,) = [json.loads(line)["grad_norm"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert (norm < 1e-5) == (share == 1.0)

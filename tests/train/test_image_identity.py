@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
 import sys
 from pathlib import Path
@@ -149,3 +150,15 @@ def test_whatever_a_decoder_raises_is_a_bad_image(error: type[Exception], monkey
     monkeypatch.setattr(reference.ImageOps, "exif_transpose", fails)
     with pytest.raises(BadMedia):
         decode(ref)
+
+
+def test_another_image_of_the_same_time_is_another_image(tmp_path: Path) -> None:
+    """Archives may give all files one time."""
+    file, when = tmp_path / "a.png", 1_700_000_000
+    for colour in ("red", "blue"):
+        Image.new("RGB", (56, 56) if colour == "red" else (57, 56), colour).save(file)
+        os.utime(file, (when, when))
+        if colour == "red":
+            before = refer(str(file), tmp_path)
+    assert not before.is_unchanged()
+    assert refer(str(file), tmp_path).is_unchanged()

@@ -25,6 +25,11 @@ OPEN, CLOSE = "\U000ff001", "\U000ff002"  # start and end of a `{% generation %}
 _CONTENT = re.compile("think|reason|thought|tool|call|function", re.IGNORECASE)
 
 
+def is_content(token: str) -> bool:
+    """Whether an added token belongs to what a message says, by its name: ``<think>``, ``<tool_call>``."""
+    return _CONTENT.search(token) is not None
+
+
 class ControlTokens:
     """The control tokens of one tokenizer and template.
 
@@ -103,6 +108,6 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, frame: str = "") -> list[
     found = []
     for token in tokenizer.added_tokens_decoder.values():
         text = token.content
-        if len(text) > 1 and not text.isspace() and (token.special or (text in frame and not _CONTENT.search(text))):
+        if len(text) > 1 and not text.isspace() and (token.special or (text in frame and not is_content(text))):
             found.append(text)
     return found

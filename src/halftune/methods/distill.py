@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from typing import ClassVar, Protocol, cast
 
+from torch import Tensor
+
 from halftune.config.sections.method import DistillMethod
 from halftune.data.batch import Batch
 from halftune.methods import Loss, Reference
 from halftune.methods.sft import Sft
 from halftune.model.head import HeadRows
 from halftune.model.policy import PolicyModel
+
+SAMPLED = "sampled"
+"""Column of a batch: 1 for an example whose answer the model has sampled."""
 
 
 class Teacher(Protocol):
@@ -25,7 +30,10 @@ class Teacher(Protocol):
 
 
 class Distill(Sft):
-    """Mean divergence over the labelled tokens of the global batch, and a share of their cross-entropy."""
+    """Mean divergence over the labelled tokens of the global batch, and a share of their cross-entropy.
+
+    The cross-entropy is learned from answers of the data only, also where the model samples some itself.
+    """
 
     metrics: ClassVar[tuple[str, ...]] = ("divergence", "cross_entropy")
 
@@ -41,8 +49,16 @@ class Distill(Sft):
         teacher = cast("Teacher", reference).head_rows(batch)
         found = policy.divergences(batch, teacher, float(section.beta), float(section.temperature))
         divergence, cross_entropy = found.sum(dim=1)
-        learned = ((-found[1].detach()).exp() * found[1]).sum() if section.sft_loss == "dft" else cross_entropy
+        of_data = found[1] * self._from_data(policy, batch)
+        learned = ((-found[1].detach()).exp() * of_data).sum() if section.sft_loss == "dft" else of_data.sum()
         total = section.divergence_weight * divergence + section.sft_weight * learned
         count = divergence.new_tensor(found.shape[1])
         sums = {"divergence": divergence, "cross_entropy": cross_entropy}
         return Loss(total, {name: (value.detach(), count) for name, value in sums.items()})
+
+    @staticmethod
+    def _from_data(policy: PolicyModel, batch: Batch) -> Tensor | float:
+        """1 for each label ``[K]`` of an answer in the data; 0 for those of the model's own, which teach it nothing."""
+        if SAMPLED not in batch.columns:
+            return 1.0
+        return 1 - batch.columns[SAMPLED][batch.segment_of_example[policy.label_segments(batch)]]

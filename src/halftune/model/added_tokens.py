@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AddedToken, PreTrainedModel, PreTrainedTokenizerBase
 
 from halftune.config.sections.model import ModelSection, TokensSection
 from halftune.core.errors import ModelError
 from halftune.core.log import get_logger
+from halftune.data.control_tokens import is_content
 from halftune.model.vocabulary import is_tied
 from halftune.plan.added_tokens import rows_for
 
@@ -26,7 +28,10 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, section: TokensSection) -> No
     vocabulary = tokenizer.get_vocab()
     missing = [token for token in dict.fromkeys(section.add) if token not in vocabulary]
     if missing:
-        tokenizer.add_tokens(missing, special_tokens=True)
+        special = [token for token in missing if not is_content(token)]
+        tokenizer.add_tokens(special, special_tokens=True)
+        # texts may hold them, and answers show them
+        tokenizer.add_tokens([AddedToken(one, normalized=False) for one in missing if is_content(one)])
         log.info("added %d tokens to the tokenizer", len(missing))
         vocabulary = tokenizer.get_vocab()
     for role, token in section.special:
@@ -40,6 +45,13 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, section: TokensSection) -> No
                 code="config.unknown_special_token",
             )
         setattr(tokenizer, f"{role}_token", token)
+
+
+def visible_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], added: Sequence[str]) -> str:
+    """Decode an answer without special tokens, except those that the recipe has added."""
+    own = set(tokenizer.convert_tokens_to_ids(list(added)))
+    hidden = {one for one, token in tokenizer.added_tokens_decoder.items() if token.special} - own
+    return str(tokenizer.decode([one for one in ids if one not in hidden], skip_special_tokens=False))
 
 
 def add_rows(model: PreTrainedModel, section: ModelSection, *, lazy: bool) -> None:

@@ -219,7 +219,7 @@ class PolicyModel:
         if whole._compiled_call_impl is None and takes_positions and (body := decoder_of(base)) is not None:
             with outputs_of(body) as seen:
                 logits = self._forward(inputs | {"logits_to_keep": positions[:1]}).logits
-            if is_head_of(base, body, seen[-1], positions[:1], logits):
+            if seen and is_head_of(base, body, seen[-1], positions[:1], logits):  # OPT calls a part of its body
                 rows = seen[-1].last_hidden_state[:, positions]
                 # keep the model's output in the graph: FSDP2 starts its backward hooks from its gradient
                 rows = rows + logits[..., :0].sum().to(rows.dtype)

@@ -96,6 +96,7 @@ def _of_axolotl(draft: Draft, kind: str) -> None:
     _precomputed(draft)
     if kind == "dpo":
         _losses(draft, "dpo_loss_type", "dpo_loss_weights")
+        _rpo(draft)
         _smoothing(draft, "dpo_label_smoothing")
     names = ("dpo_loss_type", "dpo_use_weighting", "dpo_norm_loss", "dpo_label_smoothing", "dpo_loss_weights")
     draft.drop(dict.fromkeys(names, _PART), "refused")
@@ -184,6 +185,7 @@ def of_trl(draft: Draft) -> str:
         draft.move("loss_type", "method.loss", lambda _: alone)
     if method == "dpo":
         _losses(draft, "loss_type", "loss_weights")
+        _rpo(draft)
         _smoothing(draft, "label_smoothing")
     draft.move("desirable_weight", "method.desirable_weight", float)
     draft.move("undesirable_weight", "method.undesirable_weight", float)
@@ -199,6 +201,13 @@ def of_trl(draft: Draft) -> str:
     sets = ("discopop_tau", "f_alpha_divergence_coef", "ref_model_mixup_alpha", "ref_model_sync_steps")
     draft.drop(dict.fromkeys(sets, "belongs to a part of the loss that is off"))
     return method
+
+
+def _rpo(draft: Draft) -> None:
+    """The share of the chosen answer's cross-entropy, as TRL named it before it was a loss of its own."""
+    if draft.left.get("rpo_alpha"):
+        draft.changed("rpo_alpha", "method.sft_weight", float(draft.take("rpo_alpha")), _MEAN)
+    draft.drop({"rpo_alpha": "no cross-entropy is added"})
 
 
 def _losses(draft: Draft, key: str, weights: str = "") -> None:

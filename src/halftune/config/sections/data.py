@@ -59,7 +59,8 @@ class SourceSection(Section):
     """Leave out the rows' system messages; `data.system` may add another one."""
 
     weight: Annotated[Number, Field(gt=0)] = 1.0
-    """How often the source is seen in an epoch: 2 shows each row twice, 0.5 half of the rows."""
+    """How often the source is seen in an epoch: 2 shows each row twice, 0.5 half of the rows. Which half depends on
+    `training.seed`, and is the same in every epoch: the other rows are never seen."""
 
 
 EvalName = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,40}$"), "1 to 40 letters, digits, - and _"]

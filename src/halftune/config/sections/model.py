@@ -228,8 +228,9 @@ class TokensSection(Section):
     """Tokens of your own. New rows of the embedding and of an untied output layer are the mean of the old ones."""
 
     add: Annotated[tuple[str, ...], LISTED] = ()
-    """Tokens to add to the tokenizer, as special tokens; those that it has stay as they are. With LoRA, the embedding
-    and the output layer are trained in full and saved with the adapter."""
+    """Tokens to add to the tokenizer; those that it has stay as they are. They are special tokens, which texts of
+    messages cannot hold, except those named after thoughts and tools, such as `<think>`. With LoRA, the embedding and
+    the output layer are trained in full and saved with the adapter."""
 
     special: SpecialTokens = Field(default_factory=SpecialTokens)
     """Which tokens begin a text, end one and pad, e.g. `{pad: "<|pad|>"}`."""

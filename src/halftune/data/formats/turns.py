@@ -37,6 +37,7 @@ PARTS = {
     "tool_call": "tool_calls",
 }  # types of content parts → keys of the message
 MARKS = ("train", "weight")
+_TRAINED_ELSEWHERE = {"loss", "loss_mask", "trainable"}  # other frameworks' names for train
 REASONING = ("reasoning_content", "reasoning", "thinking")
 KNOWN = {*MARKS, *REASONING, "tool_calls", "function_call", "name", "tool_call_id"}
 
@@ -95,6 +96,8 @@ def _unknown_keys(turn: Mapping[str, Any], where: str) -> set[str]:
     """
     known = {*_keys(turn), *KNOWN}
     unknown = {str(key) for key, value in turn.items() if key not in known and value is not None}
+    for key in unknown & _TRAINED_ELSEWHERE:
+        raise RowError(f"{where}: unknown key {key!r}", "did you mean train?")
     for key in unknown:
         if meant := get_close_matches(key.lower(), MARKS, n=1, cutoff=0.75):
             raise RowError(f"{where}: unknown key {key!r}", f"did you mean {meant[0]}?")

@@ -41,6 +41,7 @@ class MediaRef:
         content: the encoded image of a row that holds it; else empty.
         changed: time of the file's last change, in ns.
         frames, rate: of a sound samples of each channel, and per second, from the header; else 0.
+        size: of the file in bytes.
     """
 
     width: int
@@ -51,6 +52,7 @@ class MediaRef:
     changed: int = 0
     frames: int = 0
     rate: int = 0
+    size: int = 0
 
     @property
     def is_audio(self) -> bool:
@@ -58,11 +60,12 @@ class MediaRef:
         return self.rate > 0
 
     def is_unchanged(self) -> bool:
-        """Whether the file still has its size in bytes, time and content; true for an image in the row."""
+        """Whether the file still has its time and size, or else its content; true for an image in the row."""
         if not self.path:
             return True
         try:
-            if os.stat(self.path).st_mtime_ns == self.changed:
+            found = os.stat(self.path)
+            if (found.st_mtime_ns, found.st_size) == (self.changed, self.size):
                 return True
             return _digest(_read(Path(self.path))) == self.digest
         except (OSError, BadMedia):
@@ -162,7 +165,7 @@ def _sound(encoded: bytes, *, path: str = "", content: bytes = b"", changed: int
         frames, rate = header(encoded)
     except NotSound as error:
         raise BadMedia(f"{path or 'the sound in the row'}: {error}") from error
-    return MediaRef(0, 0, _digest(encoded), path, content, changed, frames, rate)
+    return MediaRef(0, 0, _digest(encoded), path, content, changed, frames, rate, len(encoded))
 
 
 def _image(encoded: bytes, *, path: str = "", content: bytes = b"", changed: int = 0) -> MediaRef:
@@ -170,7 +173,7 @@ def _image(encoded: bytes, *, path: str = "", content: bytes = b"", changed: int
         width, height = image.size
         if image.getexif().get(_ORIENTATION) in _TURNED:
             width, height = height, width
-    return MediaRef(width, height, _digest(encoded), path, content, changed)
+    return MediaRef(width, height, _digest(encoded), path, content, changed, size=len(encoded))
 
 
 @contextmanager

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from halftune.config.sections.method import DistillMethod
 from halftune.data.batch import Batch
 from halftune.data.store import Example, Segment
+from halftune.methods.distill import SAMPLED
 from halftune.train.feed import Feed
 from halftune.train.rollouts.batches import batch_of
 from halftune.train.rollouts.sampling import Answer, Sampler
@@ -60,7 +62,8 @@ class DistillRollouts:
             examples[index] = Example((Segment(np.concatenate([prompt, answer.ids]), labelled),))
         made = [examples[index] for index in batch.examples]
         weights = [self.run.method.weight(one) for one in made]
-        return batch_of(made, weights, {}, batch, feed, packed=feed.packing)
+        sampled = {SAMPLED: torch.tensor([float(index in prompts) for index in batch.examples])}
+        return batch_of(made, weights, sampled, batch, feed, packed=feed.packing)
 
     def _chosen(self, index: int, feed: Feed) -> bool:
         return self.sampler.seed(index, -1, feed) / (1 << 56) < self.section.on_policy

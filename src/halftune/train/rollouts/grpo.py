@@ -16,6 +16,7 @@ from halftune.core.log import get_logger
 from halftune.data.batch import Batch
 from halftune.data.store import Example, Segment
 from halftune.methods.grpo import ADVANTAGES, DROPPED, SERVED, Grpo, advantages, spread
+from halftune.model.added_tokens import visible_text
 from halftune.train.feed import Feed
 from halftune.train.rewards import Rewards, names
 from halftune.train.rollouts.batches import batch_of
@@ -130,7 +131,8 @@ class GrpoRollouts:
         if not prompts:
             return []
         rows = [json.loads(one.media) for one in prompts for _ in range(number)]
-        texts = [self.run.tokenizer.decode(one.ids, skip_special_tokens=True) for one in answers]
+        added = self.run.config.model.tokens.add
+        texts = [visible_text(self.run.tokenizer, one.ids.tolist(), added) for one in answers]
         asked = [self.run.tokenizer.decode(one, skip_special_tokens=True) for one in repeated]
         found = self.rewards(asked, texts, [one.ids.tolist() for one in answers], rows, feed.split.where(examples))
         totals, made = self.rewards.total(found), []
