@@ -49,8 +49,8 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, section: TokensSection) -> No
 
 def visible_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], added: Sequence[str]) -> str:
     """Decode an answer without special tokens, except those that the recipe has added."""
-    own = {tokenizer.convert_tokens_to_ids(token) for token in added}
-    hidden = {one for one, token in tokenizer.added_tokens_decoder.items() if token.special} - own
+    known = tokenizer.added_tokens_decoder.items()
+    hidden = {one for one, token in known if token.special and token.content not in added}
     return str(tokenizer.decode([one for one in ids if one not in hidden], skip_special_tokens=False))
 
 
