@@ -285,7 +285,7 @@ class DistillMethod(ConversationMethod):
     """Weight of the divergence in the loss."""
 
     sft_weight: Annotated[Number, Field(ge=0)] = 0.0
-    """Weight of the labels' cross-entropy, added to the divergence."""
+    """Weight of the cross-entropy of answers in the data, added to the divergence."""
 
     sft_loss: Literal["nll", "dft"] = "nll"
     """With `sft_weight`: the cross-entropy, or each token's weighted with its probability. `dft` with the model itself
