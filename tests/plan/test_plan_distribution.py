@@ -94,7 +94,6 @@ def test_processes_of_one_cpu_share_its_memory() -> None:
     ("machine", "sections", "said"),
     [
         ("m2", {"distributed": "fsdp2"}, "MPS"),
-        ("a100x2", {"distributed": "deepspeed"}, "deepspeed"),
         ("cpu", {"distributed": {"strategy": "fsdp2", "fsdp": {"cpu_offload": True}}}, "no memory of its own"),
     ],
 )

@@ -67,14 +67,6 @@ def choose_sync(config: RunConfig, facts: ModelFacts, work: Workload, available:
 def sharing_problems(config: RunConfig, hardware: Hardware, facts: ModelFacts, compute: Format) -> Iterator[PlanError]:
     """Everything that was asked of ``distributed`` and cannot be had here."""
     asked, fsdp = config.distributed.strategy, config.distributed.fsdp
-    if asked == "deepspeed":
-        yield PlanError(
-            "deepspeed takes gradients off the weights, clips and updates flat copies inside its own engine, where the "
-            "plan's dtypes, the checks before an update and exact resume cannot be held",
-            where="distributed.strategy",
-            remedy="distributed.strategy: fsdp2 shards the same things: weights, gradients and optimizer state",
-            code="plan.strategy_unavailable",
-        )
     if asked == "fsdp2" and (refused := cannot_shard(config, hardware, facts)):
         yield PlanError(
             refused, where="distributed.strategy", remedy="distributed.strategy: ddp", code="plan.strategy_unavailable"

@@ -43,7 +43,7 @@ def processes_divide_by_machines(run: RunConfig, context: Context) -> Iterator[V
 def shards_are_fsdps(run: RunConfig, context: Context) -> Iterator[Violation]:
     """Options of fsdp2 have no effect with another strategy."""
     asked = run.distributed
-    if asked.strategy in ("ddp", "deepspeed") and asked.fsdp != FsdpSection():
+    if asked.strategy == "ddp" and asked.fsdp != FsdpSection():
         yield Violation(
             ("distributed", "fsdp"), f"has no effect with strategy: {asked.strategy}", "set strategy: fsdp2"
         )

@@ -52,7 +52,7 @@ class DistributedSection(Section):
 
     word: ClassVar[str | None] = "strategy"
 
-    strategy: Literal["auto", "ddp", "fsdp2", "deepspeed"] = "auto"
+    strategy: Literal["auto", "ddp", "fsdp2"] = "auto"
     """`ddp`: a full model on each device; `fsdp2`: sharded weights, gradients and optimizer state. `auto`: ddp if the
     estimate says that the full model fits, else fsdp2."""
 
