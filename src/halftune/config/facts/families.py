@@ -225,7 +225,8 @@ class Family:
         overflows_fp16: trained in bf16, with activations beyond fp16's 65,504.
         keep_fp32: patterns of parameters that stay fp32 in every storage dtype.
         why_fp32: the reason; empty if the model's code defines them in fp32.
-        lora_exclude: linear layers that peft refuses to adapt, since fused kernels read their weights directly.
+        lora_exclude: linear layers without adapters: peft refuses those whose weights fused kernels read, or their code
+            groups the inputs.
     """
 
     kind: Literal["decoder", "encoder", "encoder-decoder", "pictures", "other"] = "decoder"
@@ -263,6 +264,7 @@ FAMILIES: dict[str, Family] = {
     "mixtral": _ROTARY,
     "gpt_oss": Family(sinks=True, keep_fp32=(r"(^|\.)(norm|input_layernorm|post_attention_layernorm)\.weight$",)),
     "mimo_v2_flash": Family(sinks=True),
+    "deepseek_v4": Family(lora_exclude=("o_a_proj",)),
     **dict.fromkeys(("gemma", "gemma2"), Family(positions="rotary", overflows_fp16=True)),
     **dict.fromkeys(
         ("gemma3", "gemma3n", "gemma4", "gemma4_assistant", "gemma4_unified", "gemma4_unified_assistant", "vaultgemma"),

@@ -23,7 +23,7 @@ def without_routers(model: PreTrainedModel) -> str | list[str]:
     kind = model.config.model_type
     for left_out, why in (
         (routers, "routers stay frozen"),
-        (refused, f"peft refuses adapters there: the fused kernels of {kind} bypass them"),
+        (refused, f"fused kernels or the code of {kind} read their weights directly"),
     ):
         if left_out:
             leaves = sorted({name.rpartition(".")[2] for name in left_out})
