@@ -32,6 +32,7 @@ FLOORS: dict[str, int] = {
     "halftune_webui": 11,
     "halftune.certify": 12,
     "halftune.cli": 13,
+    "halftune.api": 14,
 }
 ENTRY_POINTS = {"halftune", "halftune.__main__"}  # the version, and `python -m halftune`
 TORCH_FREE = ("halftune.core", "halftune.config", "halftune.hardware", "halftune.plan", "halftune.cli")

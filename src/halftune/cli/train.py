@@ -137,11 +137,15 @@ def in_order(loaded: LoadedConfig) -> Iterator[LoadedConfig]:
 
 
 @contextmanager
-def checked(loaded: LoadedConfig) -> Iterator[Callable[[], Outcome] | None]:
+def checked(loaded: LoadedConfig, *, show: bool = True) -> Iterator[Callable[..., Outcome] | None]:
     """Plan a recipe and check what can be checked before training.
 
+    Args:
+        loaded: the recipe.
+        show: whether to print the plan, or where an earlier result is.
+
     Yields:
-        what trains it; None if it is finished.
+        what trains it, as ``train`` without its first two arguments; None if it is finished.
     """
     process, folder = this_process(), Path(loaded.run.training.output_dir)
     main = process.main
@@ -152,7 +156,8 @@ def checked(loaded: LoadedConfig) -> Iterator[Callable[[], Outcome] | None]:
             from halftune.train.report.page import bring_up_to_date
 
             bring_up_to_date(folder)
-            _print_result(folder, done)
+            if show:
+                _print_result(folder, done)
         yield None
         return
     from halftune.cli.preflight import check_inputs  # late: imports NumPy
@@ -160,7 +165,7 @@ def checked(loaded: LoadedConfig) -> Iterator[Callable[[], Outcome] | None]:
     hardware, facts = probe(), model_facts(loaded)
     plan = resolve(loaded.run, hardware, facts, world_size=world_size(loaded.run, hardware))
     check_inputs(loaded, facts, thorough=not process.launched)
-    if main and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":  # printed before a restart already
+    if show and main and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":  # printed before a restart already
         print(explain(plan), flush=True)
     check_fits(plan.memory, loaded.run)
 

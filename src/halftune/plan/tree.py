@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, replace
+from html import escape
 from typing import Any, Literal
 
 from halftune.attention.contract import AttentionPlan
@@ -282,6 +283,15 @@ class Plan:
     added_tokens: Choice[int] | None = None
     train_only: tuple[str, ...] | None = None
     teacher: Plan | None = None
+
+    def __str__(self) -> str:
+        from halftune.plan.explain import explain  # reads this module
+
+        return explain(self)
+
+    def _repr_html_(self) -> str:
+        """The table in a notebook."""
+        return f"<pre>{escape(str(self))}</pre>"
 
     def mode(self, part: str) -> str:
         """How a part is trained: ``frozen | lora | full``; parts without a row are frozen."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from halftune.optim import show_average
 from halftune.plan import Plan
 from halftune.train.adapter_effect import check_effect
 from halftune.train.callbacks import build as build_callbacks
-from halftune.train.callbacks.base import CallbackList, Phase, StepMetrics
+from halftune.train.callbacks.base import Callback, CallbackList, Phase, StepMetrics
 from halftune.train.callbacks.nonfinite import check_weights
 from halftune.train.callbacks.status import before_training
 from halftune.train.checkpoint import checkpoint_errors, load_checkpoint, load_weights, save_checkpoint
@@ -68,8 +68,12 @@ class Outcome:
     message: str
 
 
-def train(loaded: LoadedConfig, plan: Plan) -> Outcome:
+def train(loaded: LoadedConfig, plan: Plan, callbacks: Sequence[Callback] = ()) -> Outcome:
     """Train a run to its end; resume if its folder holds checkpoints.
+
+    Args:
+        loaded, plan: what was asked and what was decided.
+        callbacks: called after the built-in ones.
 
     Raises:
         HalftuneError: anything the user can act on; earlier checkpoints are intact.
@@ -91,7 +95,7 @@ def train(loaded: LoadedConfig, plan: Plan) -> Outcome:
                 from halftune.train.parallel.saving import check_shared
 
                 check_shared(run.strategy, path)
-        return Trainer(run, interrupts).train()
+        return Trainer(run, interrupts, callbacks).train()
 
 
 def _with_failed_rank(error: BaseException) -> BaseException:
@@ -112,11 +116,12 @@ class Trainer:
     Args:
         run: holds all state that changes in training.
         interrupts: holds the signal that was received, if any.
+        callbacks: called after the built-in ones.
     """
 
-    def __init__(self, run: TrainState, interrupts: Interrupts) -> None:
+    def __init__(self, run: TrainState, interrupts: Interrupts, callbacks: Sequence[Callback] = ()) -> None:
         self.run, self.interrupts = run, interrupts
-        self.callbacks = CallbackList(build_callbacks(run.config, run.plan))
+        self.callbacks = CallbackList([*build_callbacks(run.config, run.plan), *callbacks])
         self.steps = Stepper(run, self._stepped, lambda: self.interrupts.received is not None)
         self.base = BaseFiles(run.config.model, run.inputs["model"])
         self.began = 0.0
