@@ -35,7 +35,7 @@ def _own_caches() -> None:
         folder.mkdir(exist_ok=True)
     except OSError:
         folder = Path(tempfile.mkdtemp())
-    for name in ("HALFTUNE_CACHE", "HF_HOME", "TRITON_CACHE_DIR", "MPLCONFIGDIR"):
+    for name in ("HALFTUNE_CACHE", "HF_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "MPLCONFIGDIR"):
         os.environ.setdefault(name, str(folder / name.lower()))
 
 

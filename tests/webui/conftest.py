@@ -104,7 +104,7 @@ def web_ui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebUI]:
 def browser() -> Iterator[Any]:
     """Headless Chromium; skips where it, or playwright, is not installed."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if not CHROMIUM.exists():
+    if not os.access(CHROMIUM, os.X_OK):
         pytest.skip(f"no browser: {CHROMIUM} is not installed")
     with playwright.sync_playwright() as driver:
         chromium = driver.chromium.launch(executable_path=str(CHROMIUM), args=QUIET.split())

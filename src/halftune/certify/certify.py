@@ -195,7 +195,7 @@ def _dtypes(bench: Workbench, hardware: Hardware, facts: ModelFacts) -> Iterator
                 what = f"{one.operand} arrives in {one.arrives} at {one.target}: {one.op} → {one.becomes}{place}"
                 lines.append(Line(f"dtypes {precision}", "no", what, f"attention.guard: {one.guard}"))
             if not report.violations:
-                what = f"every tensor arrives in the plan's format ({calls}; {report.tensors})"
+                what = f"every operand of attention has the plan's format ({calls}; {report.tensors})"
                 lines.append(Line(f"dtypes {precision}", "yes", what))
             lines += [Line(f"dtypes {precision}", "note", note) for note in report.notes]
         yield from lines

@@ -38,9 +38,25 @@ def same_numbers(bench: Workbench) -> Iterator[Line]:
         padded = load_model(loaded.run.model, replace(plan, batch=replace(plan.batch, packing=Choice(False, ""))))
         yield _compared("padded rows", *_gradients(padded, _padded(samples)), own, "in one padded batch")
         lines: list[Line] = []
+        with reported("generation", lines):
+            lines.append(_cached(padded.eval(), samples[0]))
         with reported("packing", lines):
             lines.append(_packing(bench, own, samples))
         yield from lines
+
+
+@torch.no_grad()
+def _cached(model: Any, ids: torch.Tensor) -> Line:
+    """Compare the logits of the last token, computed from a cache of those before, with those of one pass."""
+    expected = model(input_ids=ids, use_cache=False).logits[:, -1]
+    first = model(input_ids=ids[:, :-1], use_cache=True)
+    cache = getattr(first, "past_key_values", None)
+    if cache is None:
+        return Line("generation", "note", "the class keeps no cache of keys and values")
+    found = model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True).logits[:, -1]
+    error = float((found - expected).norm() / expected.norm())
+    what = f"a token from the cache against one pass: relative error of the logits {error:.0e}"
+    return Line("generation", "yes" if error <= GRADIENTS else "no", what)
 
 
 def _packing(bench: Workbench, own: Gradients, samples: list[torch.Tensor]) -> Line:

@@ -19,13 +19,14 @@ from halftune.core.errors import ConfigError, DoesNotFitError, HalftuneError, Pl
 from halftune.hardware.catalogue import lookup
 from halftune.model.load_errors import first_line
 from halftune.plan import Plan, resolve
+from halftune.train.interrupt import Interrupted
 
 TOKENIZER = "builtin:qwen2-tiny"
 STEPS, ROWS = 2, 12
 # What a model's own code may raise at sizes that its authors did not try.
 REFUSALS = (
     ValueError, RuntimeError, TypeError, AssertionError, AttributeError, LookupError, ArithmeticError, ImportError,
-    StrictDataclassError,
+    StrictDataclassError, OSError, EOFError, StopIteration,
 )  # fmt: skip
 _SAID = [f"It is {2 * n}" + " yes" * (n % 5) for n in range(ROWS)]
 _ASKED = [f"What is {n} and {n}?" for n in range(ROWS)]
@@ -113,6 +114,8 @@ def reported(check: str, lines: list[Line], refused: Verdict = "refused") -> Ite
     """Inside, an error becomes a line: what a plan refuses has the verdict ``refused``, anything else is a ``no``."""
     try:
         yield
+    except Interrupted:
+        raise
     except (PlanError, ConfigError, DoesNotFitError) as error:
         first = error.problems[0] if error.problems else error
         lines.append(Line(check, refused, first.what, first.remedy or ""))

@@ -16,7 +16,9 @@ import json
 import shutil
 import sys
 import textwrap
-from typing import TYPE_CHECKING
+from contextlib import redirect_stdout
+from functools import partial
+from typing import TYPE_CHECKING, TextIO
 
 from halftune.config.sections.model import ModelSection
 from halftune.core.optional import quick_imports
@@ -56,7 +58,9 @@ def run(args: argparse.Namespace) -> int:
     with quick_imports():
         from halftune.certify.certify import certify
 
-    found = certify(section, hardware, told=(lambda line: None) if args.json else _print)
+    own = sys.stdout
+    with redirect_stdout(sys.stderr):  # a model's code may print
+        found = certify(section, hardware, told=(lambda line: None) if args.json else partial(_print, own))
     if args.json:
         print(json.dumps(found.to_dict(), indent=2, ensure_ascii=False))
     else:
@@ -64,12 +68,12 @@ def run(args: argparse.Namespace) -> int:
     return FAILED if found.failed else 0
 
 
-def _print(line: Line) -> None:
+def _print(stream: TextIO, line: Line) -> None:
     width = min(shutil.get_terminal_size((80, 24)).columns, _WIDEST)
     said = line.evidence + (f" · {line.remedy}" if line.remedy else "")
     head = f"{line.verdict:<8}{line.check:<17} "
-    print(textwrap.fill(head + said, width, subsequent_indent=" " * len(head), break_on_hyphens=False))
-    sys.stdout.flush()
+    text = textwrap.fill(head + said, width, subsequent_indent=" " * len(head), break_on_hyphens=False)
+    print(text, file=stream, flush=True)
 
 
 def _summary(found: Certificate) -> str:

@@ -198,9 +198,21 @@ def _omitted(template: ChatTemplate, conversation: Conversation, written: Mappin
         found.append(NO_REASONING)
     if not features.system and messages[0]["role"] == "system":
         found.append(NO_SYSTEM_SHOWN)
-    if any(_left_out(messages[index]["content"], answer) for index, answer in written.items()):
+    if any(_left_out(messages[index]["content"], answer) for index, answer in written.items()) or not all(
+        _arguments_shown(messages[index], answer) for index, answer in written.items()
+    ):
         found.append(LEFT_OUT)
     return found
+
+
+def _arguments_shown(message: Mapping[str, Any], answer: str) -> bool:
+    """Whether the texts among the arguments of tool calls stand in the rendering, as they are or as JSON."""
+    for call in message.get("tool_calls", ()):
+        given = call["function"]["arguments"]
+        texts = [one for one in given.values() if isinstance(one, str)] if isinstance(given, Mapping) else []
+        if not all(one in answer or json.dumps(one, ensure_ascii=False)[1:-1] in answer for one in texts):
+            return False
+    return True
 
 
 def _loses_text(template: ChatTemplate, messages: Sequence[Mapping[str, Any]], tools: Any, text: str) -> bool:

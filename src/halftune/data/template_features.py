@@ -115,8 +115,10 @@ def probe_features(
         return all(text in rendered for text in texts)
 
     features, turn = TemplateFeatures(), [_QUESTION, _ANSWER]
-    if not shows(features, turn, _ASK, _SAY) and shows(replace(features, content_parts=True), turn, _ASK, _SAY):
-        features = replace(features, content_parts=True)
+    parts = replace(features, content_parts=True)
+    in_python = shows(parts, turn, f"'text': '{_ASK}'")  # the list itself was written, not its text
+    if not shows(features, turn, _ASK, _SAY) and shows(parts, turn, _ASK, _SAY) and not in_python:
+        features = parts
     ordered = [{"role": "system", "content": _SYSTEM}, *turn]
     if shows(features, turn) and not shows(features, ordered, _SYSTEM):
         features = replace(features, system=False, system_rejected=not shows(features, ordered))

@@ -35,7 +35,12 @@ def _plain(text: str) -> str:
 def last_number(text: str) -> Decimal | None:
     """The last number of a text; after ``####``, as in GSM8K, if there is one."""
     found = _NUMBER.findall(_plain(text.rpartition("####")[2]))
-    return Decimal(found[-1].replace(",", "")) if found else None
+    if not found:
+        return None
+    try:
+        return Decimal(found[-1].replace(",", ""))
+    except ArithmeticError:  # an exponent beyond those of decimals
+        return None
 
 
 def only_number(text: str) -> Decimal | None:
