@@ -3,6 +3,7 @@
 python scripts/certify_all.py                                   all types, two at a time; about an hour
 python scripts/certify_all.py --kinds qwen3 gpt_oss             only these; prints them
 python scripts/certify_all.py --results certified               keep each result, and go on where it was interrupted
+python scripts/certify_all.py --results certified --page        the page of the results that are there
 
 A type is certified by the default values of its config class, without tokenizer, in a process of its own.
 """
@@ -13,6 +14,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import time
@@ -55,9 +57,11 @@ may differ: `halftune certify MODEL` judges yours in a minute.
 | ✓ | every check of the column holds |
 | – | the plan refuses something before a weight is read; listed below the table |
 | ✗ | a check says no; listed below the table |
+| · | not checked |
 
-**{certified} of {count} types are certified.** {failed} fail a check. {unjudged} could not be judged: the class's own
-code does not build or run a small copy of its default values. {refused} are not trained, most of them encoders.
+**{certified} of {count} types are certified.** {failed} fail a check. {unjudged} could not be judged: the class's
+own code does not build or run a small copy of its default values. {refused} are not trained, most of them encoders.
+{rest}
 
 | column | what is checked |
 |---|---|
@@ -140,8 +144,8 @@ def walk(names: list[str], results: Path, jobs: int) -> None:
             print(f"{name} {time.monotonic() - began:.0f} s, {len(waiting)} left", flush=True)
 
 
-def page(found: dict[str, dict[str, Any]]) -> str:
-    """The page of all results."""
+def page(found: dict[str, dict[str, Any]], count: int) -> str:
+    """The page of the results of some of ``count`` types."""
     judged = {kind: one for kind, one in found.items() if "lines" in one}
     unjudged = {kind: one for kind, one in judged.items() if one["lines"][-1]["check"] == "small copy"}
     rows = {kind: one for kind, one in judged.items() if kind not in unjudged}
@@ -151,12 +155,14 @@ def page(found: dict[str, dict[str, Any]]) -> str:
     any_row = next(iter(rows.values()))
     versions = ", ".join(f"{name} {version}" for name, version in any_row["versions"].items())
     numbers = {"certified": passed, "count": len(found), "refused": len(refused)}
+    rest = f"The walk has not reached the other {count - len(found)} of {count} types." if count > len(found) else ""
     text = HEAD.format(
         day=date.today().isoformat(),
         versions=versions,
         hardware=any_row["hardware"],
         failed=len(rows) - passed,
         unjudged=len(unjudged) + len(broken),
+        rest=rest,
         **numbers,
     )
     text += f"| model type | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}\n"
@@ -166,17 +172,23 @@ def page(found: dict[str, dict[str, Any]]) -> str:
         f"- `{kind}`: {_plain(one['lines'][-1]['evidence'])}\n" for kind, one in unjudged.items()
     )
     text += "".join(f"- `{kind}`: {_plain(why)}\n" for kind, why in broken.items())
-    text += "\n## Checks that say no\n\n" + "".join(
-        f"- `{kind}`, {line['check']}: {_plain(line['evidence'])}\n"
-        for kind, one in rows.items()
-        for line in one["lines"]
-        if line["verdict"] == "no"
-    )
+    text += "\n## Checks that say no\n\n" + "".join(_failures(rows))
     text += "\n## What the plan refuses\n\n" + "".join(_refusals(rows))
     text += "\n## Types that are not trained\n\n" + "".join(
         f"- `{kind}`: {_plain(why)}\n" for kind, why in refused.items()
     )
     return text
+
+
+def _failures(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """What fails, each reason of a type once."""
+    for kind, one in rows.items():
+        reasons: dict[str, list[str]] = {}
+        for line in one["lines"]:
+            if line["verdict"] == "no":
+                reasons.setdefault(_plain(line["evidence"]), []).append(line["check"])
+        for why, checks in reasons.items():
+            yield f"- `{kind}`, {', '.join(checks)}: {why}\n"
 
 
 def _refusals(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
@@ -200,7 +212,8 @@ def _mark(lines: list[dict[str, Any]], heads: tuple[str, ...]) -> str:
 
 def _plain(text: str) -> str:
     """One line, without what a table or this machine's folders would break."""
-    return " ".join(text.split()).replace("|", "/").replace("<", "‹").replace(sys.prefix, "…")
+    shown = re.sub(r"\S*site-packages/", "", re.sub(r"/tmp/\S*", "…", " ".join(text.split())))
+    return shown.replace("|", "/").replace("<", "‹")
 
 
 def main() -> None:
@@ -208,6 +221,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", metavar="TYPE", help="only these model types; the page is printed")
     parser.add_argument("--results", metavar="FOLDER", help="keep the results there")
+    parser.add_argument("--page", action="store_true", help="write the page of the results that are there")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="types at a time (default 2)")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -216,8 +230,10 @@ def main() -> None:
         results = Path(args.results or scratch)
         results.mkdir(parents=True, exist_ok=True)
         names = args.kinds or kinds()
-        walk(names, results, args.jobs)
-        text = page({name: json.loads((results / f"{name}.json").read_text()) for name in names})
+        if not args.page:
+            walk(names, results, args.jobs)
+        there = [name for name in names if (results / f"{name}.json").exists()]
+        text = page({name: json.loads((results / f"{name}.json").read_text()) for name in there}, len(names))
     if args.kinds:
         print(text)
     else:
