@@ -27,13 +27,6 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "compatib
 HARDWARE = "h100"
 LIMIT = 240.0  # seconds of wall time for one type
 MARKS = {"yes": "✓", "no": "✗", "refused": "–", "note": "·"}
-# What published checkpoints say, where the default values contradict the code.
-_HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
-SAID: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("glm46v", "glm4v", "glmga"), _HALF),
-    "glm4v_moe": {"head_dim": 128},
-    "glm5_next": {"linear_num_heads": 2},
-}
 # column → checks whose names begin so
 COLUMNS = {
     "dtypes": ("dtypes",),
@@ -86,9 +79,9 @@ def kinds() -> list[str]:
 def certified(kind: str, folder: Path) -> dict[str, Any]:
     """The certificate of a type as JSON data, or why there is none."""
     import torch
-    from transformers import CONFIG_MAPPING
 
     from halftune.certify.certify import certify
+    from halftune.certify.small_model import default_config
     from halftune.config.sections.model import ModelSection
     from halftune.core.errors import HalftuneError
     from halftune.hardware.catalogue import lookup
@@ -97,9 +90,7 @@ def certified(kind: str, folder: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     try:
         with own_architectures():
-            made = CONFIG_MAPPING[kind]()
-            made.get_text_config(decoder=True).update(SAID.get(kind, {}))
-            config = {**made.to_dict(), "model_type": kind}
+            config = {**default_config(kind).to_dict(), "model_type": kind}
         (folder / "config.json").write_text(json.dumps(config))
         return certify(ModelSection(name_or_path=str(folder)), lookup(HARDWARE), kill=False).to_dict()
     except HalftuneError as error:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv with the development tools and runs checks and tests. On two cores:
 #   bash scripts/test.sh fast      three minutes: no browser, no training in processes of its own
-#   bash scripts/test.sh           ten minutes: what CI runs before a change lands
+#   bash scripts/test.sh           eleven minutes: what CI runs before a change lands
 #   bash scripts/test.sh all       much longer: also what is marked nightly, of which each kind has one test in CI
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from tiny_model import SIZES
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, PretrainedConfig, initialization
+from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConfig, initialization
 
-from halftune.certify.small_model import small_config
+from halftune.certify.small_model import default_config, small_config
 from halftune.config.builtin_models import BUILTIN_MODELS
 from halftune.model.architectures import no_progress_bars
 
@@ -79,18 +79,7 @@ def multimodal(folder: Path, kind: str = "qwen3_5", dtype: torch.dtype = torch.b
 
 def few_layers(kind: str) -> PretrainedConfig:
     """The default config of a model type with a small language model, and towers of few layers and their own widths."""
-    config: Any = CONFIG_MAPPING[kind]()
-    config.get_text_config(decoder=True).update(SAID.get(kind, {}))
-    return small_config(config)
-
-
-# What published checkpoints say, where the code contradicts the default config: sections of 32 numbers turn.
-_HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
-SAID = {
-    **dict.fromkeys(("glm46v", "glm4v", "glmga"), _HALF),
-    "glm4v_moe": {"head_dim": 128},
-    "glm5_next": {"linear_num_heads": 2},
-}
+    return small_config(default_config(kind))
 
 
 def random_checkpoint(folder: Path, config: PretrainedConfig) -> Path:

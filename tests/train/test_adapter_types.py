@@ -313,7 +313,7 @@ def test_what_cannot_be_sharded_is_refused_in_the_plan(recipe, name: str) -> Non
 def test_an_adapter_that_changes_nothing_is_named(
     recipe, caplog: pytest.LogCaptureFixture, rate: str, warned: bool
 ) -> None:
-    caplog.set_level("INFO", "halftune.train.adapter_effect")
+    caplog.set_level("INFO", "halftune.train.callbacks.adapter_effect")
     train(*recipe(*STEPS, "precision=bf16", f"training.learning_rate={rate}", machine="cpu-amx"))
-    said = [one for one in caplog.records if one.name == "halftune.train.adapter_effect"]
+    said = [one for one in caplog.records if one.name == "halftune.train.callbacks.adapter_effect"]
     assert [one.levelname == "WARNING" for one in said] == [warned]

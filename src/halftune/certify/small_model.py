@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
 from halftune.config.builtin_models import VOCAB_SIZE
 from halftune.config.sections.model import ModelSection
@@ -59,6 +59,22 @@ def write_small_checkpoint(
     for code in source.glob("*.py") if source is not None else ():
         shutil.copy(code, folder)
     return model
+
+
+# What published checkpoints say, where the code contradicts the default values: sections of 32 numbers turn.
+_HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+_SAID: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("glm46v", "glm4v", "glmga"), _HALF),
+    "glm4v_moe": {"head_dim": 128},
+    "glm5_next": {"linear_num_heads": 2},
+}
+
+
+def default_config(kind: str) -> Any:
+    """The config of a model type with its default values, as far as its code runs with them."""
+    config: Any = CONFIG_MAPPING[kind]()
+    config.get_text_config(decoder=True).update(_SAID.get(kind, {}))
+    return config
 
 
 def small_config(config: PretrainedConfig, vocabulary: int | None = VOCABULARY) -> Any:

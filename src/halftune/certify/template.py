@@ -147,9 +147,8 @@ def _changed(text: str, messages: list[dict[str, Any]]) -> list[str]:
             return ["a user's text is changed, lost or out of order"]
         at = found + 1
     contents = "".join(one["content"] for one in messages)
-    return (
-        ["a text is repeated"] if any(text.count(one) > contents.count(one) for one in _MARK.findall(contents)) else []
-    )
+    twice = any(text.count(one) > contents.count(one) for one in _MARK.findall(contents))
+    return ["a text is repeated"] if twice else []
 
 
 def conversations() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -15,7 +15,7 @@ from halftune.certify.certificate import Line, Verdict
 from halftune.config.facts.of_recipe import run_facts
 from halftune.config.load import LoadedConfig, load_config
 from halftune.config.sections.model import ModelSection
-from halftune.core.errors import ConfigError, DoesNotFitError, HalftuneError, PlanError
+from halftune.core.errors import ConfigError, HalftuneError, PlanError
 from halftune.hardware.catalogue import lookup
 from halftune.model.load_errors import first_line
 from halftune.plan import Plan, resolve
@@ -116,7 +116,7 @@ def reported(check: str, lines: list[Line], refused: Verdict = "refused") -> Ite
         yield
     except Interrupted:
         raise
-    except (PlanError, ConfigError, DoesNotFitError) as error:
+    except (PlanError, ConfigError) as error:
         first = error.problems[0] if error.problems else error
         lines.append(Line(check, refused, first.what, first.remedy or ""))
     except HalftuneError as error:

@@ -22,7 +22,6 @@ from halftune.model.result import BASE, FINAL, FINISHED, finished_at, write_fini
 from halftune.model.save import Named, save_final
 from halftune.optim import show_average
 from halftune.plan import Plan
-from halftune.train.adapter_effect import check_effect
 from halftune.train.callbacks import build as build_callbacks
 from halftune.train.callbacks.base import Callback, CallbackList, Phase, StepMetrics
 from halftune.train.callbacks.nonfinite import check_weights
@@ -328,7 +327,6 @@ class Trainer:
             for _ in state or ():
                 pass
         barrier(run.processes)
-        check_effect(run)
         self._phase("finished")
         done = ", ".join([f"trained {run.step} steps", *notes])
         return Outcome(run.folder, run.step, f"{done}; the result is in {run.folder / FINAL}")

@@ -27,16 +27,20 @@ DECODERS = "a Llama, Qwen, Mistral or Gemma"
 _LABELS = re.compile(r"For\w*(Classification|QuestionAnswering|MultipleChoice|RewardModel)$")
 
 
+def _models() -> Path:
+    """The folder of transformers' models; one that does not exist if it is not installed."""
+    spec = importlib.util.find_spec("transformers")
+    places = spec.submodule_search_locations if spec is not None else None
+    return Path(next(iter(places or ("transformers",)))) / "models"
+
+
 @cache
 def _classes(mapping: str) -> dict[str, str]:
     """Return one of transformers' mappings, model type → class name; empty if its source cannot be read.
 
     Read from transformers' source, since importing it takes seconds.
     """
-    spec = importlib.util.find_spec("transformers")
-    if spec is None or not spec.submodule_search_locations:
-        return {}
-    source = Path(next(iter(spec.submodule_search_locations))) / "models" / "auto" / "modeling_auto.py"
+    source = _models() / "auto" / "modeling_auto.py"
     if not source.is_file():
         return {}
     block = re.search(rf"^{mapping}\b.*?^\)", source.read_text(encoding="utf-8"), re.M | re.S)
@@ -121,11 +125,8 @@ def scoring_class(model_type: str) -> str:
     """
     name = _classes("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES").get(model_type, "")
     folder = model_type.replace("-", "_")
-    spec = importlib.util.find_spec("transformers")
-    if not name or spec is None or not spec.submodule_search_locations:
-        return name
-    source = Path(next(iter(spec.submodule_search_locations))) / "models" / folder / f"modeling_{folder}.py"
-    if not source.is_file():
+    source = _models() / folder / f"modeling_{folder}.py"
+    if not name or not source.is_file():
         return name
     found = re.search(rf"^class {name}\(.*?(?=^class |\Z)", source.read_text(encoding="utf-8"), re.M | re.S)
     return "" if found and "score" not in found[0] and "Generic" not in found[0].splitlines()[0] else name
@@ -199,10 +200,7 @@ def _brings_code(raw: dict[str, Any], trust_remote_code: bool) -> bool:
 def _has_other_uses(model_type: str) -> bool:
     """Whether the installed transformers has a folder for this model type."""
     name = model_type.replace("-", "_")
-    spec = importlib.util.find_spec("transformers")
-    if not name.isidentifier() or spec is None or not spec.submodule_search_locations:
-        return False
-    return (Path(next(iter(spec.submodule_search_locations))) / "models" / name).is_dir()
+    return name.isidentifier() and (_models() / name).is_dir()
 
 
 @dataclass(frozen=True)

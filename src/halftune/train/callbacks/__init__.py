@@ -29,6 +29,7 @@ CALLBACKS: dict[str, str] = {
     "early_stopping": "halftune.train.callbacks.early_stopping:EarlyStopping",
     "high_loss": "halftune.train.callbacks.high_loss:HighLoss",
     "profile": "halftune.train.callbacks.profile:Profile",
+    "adapter_effect": "halftune.train.callbacks.adapter_effect:AdapterEffect",
     "loss_plot": "halftune.train.callbacks.loss_plot:LossPlot",
     "report": "halftune.train.report.page:Report",
     "status": "halftune.train.callbacks.status:StatusLine",
@@ -61,4 +62,6 @@ def chosen(config: RunConfig, plan: Plan) -> dict[str, dict]:
         names["high_loss"] = {"above": training.stop_above_loss, "steps": training.stop_above_loss_steps}
     if logging.profile is not None:  # after what works between steps, so that it is no part of a step
         names["profile"] = {"steps": logging.profile}
+    if config.adapter.type != "none":
+        names["adapter_effect"] = {}
     return names | {"loss_plot": {}, "report": {}, "status": {}}

@@ -9,21 +9,32 @@ from peft import PeftModel
 
 from halftune.core.log import FILE_ONLY, get_logger
 from halftune.model.policy import PolicyModel
+from halftune.train.callbacks.base import Callback
 from halftune.train.state import TrainState
 from halftune.train.step import forward_pass
 
 log = get_logger(__name__)
 
 
-@torch.no_grad()
-def check_effect(run: TrainState) -> None:
-    """Compare log-probabilities with and without the adapter on the first micro-batch; warn if none differs.
+class AdapterEffect(Callback):
+    """Warns at the end if the adapter changes no log-probability of the first micro-batch.
 
-    Costs two forward passes. Not measured for several processes, reward models, and rows that are only prompts.
+    Costs two forward passes. Not measured for several processes, compiled layers, which would be compiled again, reward
+    models, and rows that are only prompts.
     """
-    alone = run.processes == 1 and run.plan.method.head.value != "score" and not run.config.method.samples_answers
-    if not alone or not isinstance(run.model, PeftModel):
-        return
+
+    watches = True
+
+    def on_end(self, run: TrainState, error: BaseException | None) -> None:
+        """Compares the model with its adapter and without, unless the run has failed or was stopped."""
+        method = run.config.method
+        measured = run.processes == 1 and not run.config.training.torch_compile and not method.samples_answers
+        if error is None and measured and method.head != "score" and isinstance(run.model, PeftModel):
+            _compare(run)
+
+
+@torch.no_grad()
+def _compare(run: TrainState) -> None:
     with closing(run.feed.steps(0, 1)) as steps:
         _, batches = next(iter(steps))
         batch, policy = batches[0].to(run.device), PolicyModel(run.model)
