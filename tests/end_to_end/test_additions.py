@@ -60,13 +60,23 @@ def prepare(addition: Addition, copy: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def copies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Name of an example → the copy in which it has trained; one of them lacks the file that it needs most."""
+def copies(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Name of an example → the copy in which it has trained; one of them lacks the file that it needs most.
+
+    Only those that the chosen tests look at.
+    """
+    chosen = {
+        item.callspec.params["addition"].name
+        for item in request.session.items
+        if hasattr(item, "callspec") and item.originalname == test_it_trains_with_these_files_alone.__name__
+    }
     whole = {one.name: one for one in ADDITIONS}
     optimizer = whole["radam"]
     edits = {name: edit for name, edit in optimizer.edits.items() if name != "src/halftune/optim/__init__.py"}
     made = {}
     for name, one in {**whole, WITHOUT_A_LINE: replace(optimizer, edits=edits)}.items():
+        if name not in chosen | {WITHOUT_A_LINE}:
+            continue
         made[name] = tmp_path_factory.mktemp("copy")
         prepare(one, made[name])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in ("kernels", "webui"))}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from lines import told
+from lines import foreign, told
 from patience import LIMIT, until
 from ports import port
 from safetensors.torch import load_file
@@ -182,7 +182,7 @@ def by_accelerate(place: Path, name: str) -> None:
     run(place, words, ACCELERATE_USE_CPU="true")
 
 
-def test_a_job_that_is_ended_in_three_ways_says_which_and_goes_on_by_accelerate(place: Path, undisturbed: Path) -> None:
+def test_a_job_that_is_ended_says_how_and_goes_on_by_accelerate(place: Path, undisturbed: Path) -> None:
     """One run: each sitting goes on from what the one before has left."""
     name, folder = "ended", place / "ended"
 
@@ -191,15 +191,7 @@ def test_a_job_that_is_ended_in_three_ways_says_which_and_goes_on_by_accelerate(
     assert code == 143, said[-3000:]
     (line,) = told(said)
     assert "stopped by SIGTERM to rank 1 on " in line
-
-    # The launcher is killed: its processes save and end.
-    before, job = steps(folder), start(place, name)
-    wait_for(job, lambda: steps(folder) >= before + 2, "two more steps")
-    job.kill()
-    _, said = end(job)
-    (line,) = told(said)
-    assert "stopped by SIGTERM after step" in line
-    assert not (folder / "final").exists()
+    assert foreign(said) == []
 
     # A process is killed: one summary.
     code, said = tell_rank_1(place, name, signal.SIGKILL, steps(folder) + 2)
@@ -212,6 +204,17 @@ def test_a_job_that_is_ended_in_three_ways_says_which_and_goes_on_by_accelerate(
 
     by_accelerate(place, name)
     assert same(undisturbed, folder)
+
+
+def test_processes_whose_launcher_is_killed_save_and_end(place: Path) -> None:
+    folder, job = place / "orphans", start(place, "orphans")
+    wait_for(job, lambda: steps(folder) >= 2, "two steps")
+    job.kill()
+    _, said = end(job)
+    (line,) = told(said)
+    assert "stopped by SIGTERM after step" in line
+    assert list(folder.glob("checkpoint-*"))
+    assert not (folder / "final").exists()
 
 
 def test_the_main_process_is_killed_while_it_writes_its_report(place: Path, undisturbed: Path) -> None:
