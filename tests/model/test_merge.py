@@ -74,15 +74,22 @@ def test_a_small_update_loses_more_to_bf16_and_that_is_told(tmp_path: Path) -> N
     assert exact.update_error < 0.01
 
 
-def test_a_merge_that_goes_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("magnifies", [False, True])
+def test_a_merge_that_goes_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, magnifies: bool) -> None:
+    """Also where the bound comes from the model itself, since it magnifies rounding beyond the usual bound."""
     from peft.tuners.lora import Linear
 
+    if magnifies:
+        usual = forward_bound("fp32", 2) / 1e3
+        monkeypatch.setattr("halftune.model.merge.forward_bound", lambda stored, _: usual if stored == "fp32" else 1.0)
     folder = checkpoint(tmp_path / "model")
     adapter = trained_adapter(folder, KINDS["lora"], tmp_path / "final")
+    assert merge_adapter(section(folder), adapter, plan(), "fp32").forward_error < 1e-5
     right = Linear.get_delta_weight
     monkeypatch.setattr(Linear, "get_delta_weight", lambda self, name: 1.01 * right(self, name))
-    with pytest.raises(ModelError, match=r"logit error .* in fp32"):
-        merge_adapter(section(folder), adapter, plan(), "bf16")
+    with pytest.raises(ModelError) as refused:
+        merge_adapter(section(folder), adapter, plan(), "fp32")
+    assert refused.value.code == "export.merge_inexact"
 
 
 def test_weights_that_overflow_fp16_are_refused(tmp_path: Path) -> None:

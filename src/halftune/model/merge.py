@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -110,8 +111,9 @@ def merge_adapter(
         warnings.filterwarnings("ignore", message="All adapters are already merged")
         merged: PreTrainedModel = adapted.merge_and_unload()  # pyright: ignore[reportCallIssue]
     release(merged, lambda name: name.startswith(changed))
-    _check_forward(_logits(merged, ids_BT), expected_BTV, "fp32", _depth(merged))
-    return replace(_round(merged, ids_BT, expected_BTV, stored, plan), update_size=size, update_error=error)
+    bound = _check_merged(merged, ids_BT, expected_BTV)
+    rounded = _round(merged, ids_BT, expected_BTV, stored, plan, bound)
+    return replace(rounded, update_size=size, update_error=error)
 
 
 def round_model(model: ModelSection, plan: Plan, stored: Format) -> Merge:
@@ -127,7 +129,12 @@ def round_model(model: ModelSection, plan: Plan, stored: Format) -> Merge:
 
 
 def _round(
-    model: PreTrainedModel, ids_BT: torch.Tensor, expected_BTV: torch.Tensor, stored: Format, plan: Plan
+    model: PreTrainedModel,
+    ids_BT: torch.Tensor,
+    expected_BTV: torch.Tensor,
+    stored: Format,
+    plan: Plan,
+    bound: float = 0.0,
 ) -> Merge:
     _check_range(model, stored, plan)
     kept, saved = kept_names(model, plan.precision.keep_fp32.value), model.state_dict().keys()
@@ -135,8 +142,8 @@ def _round(
     for name, tensor in (*model.named_parameters(), *buffers):
         if name not in kept and tensor.is_floating_point():
             tensor.data = _rounded(tensor.detach(), stored)
-    error = _check_forward(_logits(model, ids_BT), expected_BTV, stored, _depth(model))
-    return Merge(model, stored, error, forward_bound(stored, _depth(model)))
+    bound = max(bound, forward_bound(stored, _depth(model)))
+    return Merge(model, stored, _check_forward(_logits(model, ids_BT), expected_BTV, stored, bound), bound)
 
 
 def _check_range(model: PreTrainedModel, stored: Format, plan: Plan) -> None:
@@ -162,13 +169,58 @@ def _depth(model: PreTrainedModel) -> int:
     return model.config.get_text_config().num_hidden_layers
 
 
-def _check_forward(actual_BTV: torch.Tensor, expected_BTV: torch.Tensor, stored: Format, layers: int) -> float:
+def _check_merged(merged: PreTrainedModel, ids_BT: torch.Tensor, expected_BTV: torch.Tensor) -> float:
+    """Check the logits in fp32 and return the bound; where they exceed the usual one, what rounding does to this model.
+
+    Some models magnify the last bit more than others. Measured on small models, merging moves the logits by 0.7 to 2.4
+    times what an error of the last bit in every module's output does; 8 times are accepted.
+
+    Raises:
+        ModelError: they differ by more than rounding explains.
+    """
+    actual_BTV, bound = _logits(merged, ids_BT), forward_bound("fp32", _depth(merged))
+    if _apart(actual_BTV, expected_BTV) > bound:
+        with _rounded_outputs(merged):
+            bound = max(bound, 8 * _apart(_logits(merged, ids_BT), actual_BTV))
+    _check_forward(actual_BTV, expected_BTV, "fp32", bound)
+    return bound
+
+
+@contextmanager
+def _rounded_outputs(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, what each module with weights gives is off by the last bit of fp32, up or down by chance."""
+    generator, eps = torch.Generator().manual_seed(0), torch.finfo(torch.float32).eps
+
+    def nudge(_module: Any, _inputs: Any, output: Any) -> Any:
+        if not isinstance(output, torch.Tensor) or not output.is_floating_point():
+            return output
+        signs = 2 * torch.randint(2, output.shape, generator=generator, dtype=output.dtype) - 1
+        return output * (1 + eps * signs)
+
+    hooks = [
+        module.register_forward_hook(nudge)
+        for module in model.modules()
+        if next(module.parameters(recurse=False), None) is not None
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _apart(actual_BTV: torch.Tensor, expected_BTV: torch.Tensor) -> float:
+    """‖actual − expected‖ / ‖expected‖."""
+    return float((actual_BTV - expected_BTV).norm() / expected_BTV.norm())
+
+
+def _check_forward(actual_BTV: torch.Tensor, expected_BTV: torch.Tensor, stored: Format, bound: float) -> float:
     """Relative difference of two logits; it must be what rounding to ``stored`` explains.
 
     Raises:
         ModelError: the difference is larger, or NaN.
     """
-    error, bound = float((actual_BTV - expected_BTV).norm() / expected_BTV.norm()), forward_bound(stored, layers)
+    error = _apart(actual_BTV, expected_BTV)
     if not error <= bound:
         what = f"relative logit error {error:.2g} after merging in {stored} exceeds the rounding bound {bound:.2g}"
         raise ModelError(

@@ -32,10 +32,11 @@ class FakeTensors(FakeTensorMode):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._replaced: list[Any] = []
+        self._decomposed = 0  # operations that torch is taking apart right now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _is_real(func, args, kwargs):
+        if _is_real(func, args, kwargs, new=not self._decomposed):
             return func(*args, **kwargs)
         if func in _PRODUCTS:
             _alike(args)
@@ -48,7 +49,11 @@ class FakeTensors(FakeTensorMode):
             halves = [operand.to(torch.bfloat16) for operand in args[:2]]
             out: Any = super().__torch_dispatch__(func, types, (*halves, *args[2:]), kwargs)
             return out.to(args[0].dtype)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        self._decomposed += 1  # an empty tensor that torch makes for a result has no values either
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self._decomposed -= 1
 
     def __enter__(self) -> FakeTensors:
         self._replaced.append(nn.Module._apply)  # torch enters a mode again while it is entered
@@ -116,7 +121,15 @@ def _converted(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
     return self
 
 
-def _is_real(func: Any, args: Any, kwargs: Any) -> bool:
+def _is_real(func: Any, args: Any, kwargs: Any, *, new: bool) -> bool:
+    """Whether an operation has values.
+
+    Args:
+        func: the operation.
+        args: its positional arguments.
+        kwargs: its named arguments.
+        new: whether a tensor that is made from no other has values.
+    """
     if func is torch.ops.prim.device.default:  # half of all calls
         return False
     device = kwargs.get("device")
@@ -126,6 +139,8 @@ def _is_real(func: Any, args: Any, kwargs: Any) -> bool:
     if tensors:
         return not any(isinstance(tensor, FakeTensor) for tensor in tensors)
     dtype = kwargs.get("dtype")
+    if not new:
+        return False
     if dtype is None:
         return func._schema.name == "aten::arange" and all(isinstance(arg, int) for arg in args)
     return not dtype.is_floating_point and not dtype.is_complex
