@@ -46,6 +46,8 @@ if os.environ.setdefault("HALFTUNE_TEST_SEED", "0") == "fresh":
     os.environ["HALFTUNE_TEST_SEED"] = str(random.SystemRandom().randrange(2**32))  # processes of -n inherit it
 SEED = os.environ["HALFTUNE_TEST_SEED"]
 
+os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a process that a test starts and that is aborted says where
+
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:

@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from halftune_kernels.constants import constant
+
 _READ: dict[int, tuple[weakref.ref[torch.Tensor], int, tuple[int, ...]]] = {}
 
 
@@ -136,7 +138,7 @@ def _changes(seq_idx: torch.Tensor) -> tuple[int, ...]:
     return remember(seq_idx, (*new.flatten().nonzero().flatten().tolist(), batch * length))
 
 
-@functools.lru_cache(maxsize=32)
+@constant(32)
 def chunk_table(segments: Segments, chunk: int, device: torch.device) -> torch.Tensor:
     """[NC, 4] int32 for kernels: segment, chunk within the segment, first row of the segment, rows of the segment."""
     table = [
@@ -147,7 +149,7 @@ def chunk_table(segments: Segments, chunk: int, device: torch.device) -> torch.T
     return torch.tensor(table, dtype=torch.int32).reshape(-1, 4).to(device)
 
 
-@functools.lru_cache(maxsize=32)
+@constant(32)
 def segment_table(segments: Segments, chunk: int, device: torch.device) -> torch.Tensor:
     """[N, 4] int32 for kernels: segment, its first chunk in `chunk_table`, first row, rows; longest segment first."""
     table, first = [], 0

@@ -10,10 +10,11 @@ Shapes: U units, C rows (a power of two), K channels, N row sets, M column sets,
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
+
+from halftune_kernels.constants import constant
 
 
 class _Level(NamedTuple):
@@ -127,14 +128,14 @@ class ChannelDecay:
         return d_rows, d_columns, d_g
 
 
-@functools.lru_cache(maxsize=64)
+@constant(64)
 def _from_row(half: int, sets: int, kinds: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[s, N * s] of ones where a row of a right half has decayed; one of the second kind, before its own row."""
     up_to = torch.ones(half, half, dtype=dtype, device=device).triu()
     return torch.cat([up_to.triu(1) if kinds == 2 and n else up_to for n in range(sets)], 1)
 
 
-@functools.lru_cache(maxsize=64)
+@constant(64)
 def _after_column(half: int, sets: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[s, M * s] of ones where a column of a left half has begun to decay."""
     return torch.ones(half, half, dtype=dtype, device=device).tril(-1).repeat(1, sets)

@@ -12,7 +12,6 @@ other, C rows of a chunk, K key size, W width of the state's rows.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from halftune_kernels.arguments import Segments, without_autocast
+from halftune_kernels.constants import constant
 from halftune_kernels.memory import KEPT_BYTES
 
 Tensors = Sequence[torch.Tensor]
@@ -109,7 +109,7 @@ class Block:
     chunks: tuple[Chunk, ...]
 
 
-@functools.lru_cache(maxsize=64)
+@constant(64)
 def plan_blocks(
     segments: Segments, heads: int, chunk: int, units: int, together: int, power_of_two: bool, device: torch.device
 ) -> tuple[Block, ...]:

@@ -158,7 +158,7 @@ def test_a_step_of_each_family_runs_without_a_gpu(name: str, tmp_path: Path) -> 
         assert found.time.kinds[ATTENTION].flops == LAYERS * 4.5 * 4 * D * HEADS * (T * (T + 1) // 2)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def gpu() -> Iterator[Recorder]:
     recorder = Recorder()
     with fake_cuda(recorder, lookup("a100").devices[0]):

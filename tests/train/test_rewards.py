@@ -23,7 +23,8 @@ from halftune.config.sections.method import GrpoMethod
 from halftune.config.sections.rewards import REWARDS
 from halftune.core.errors import ConfigError, TrainingError
 from halftune.train.rewards import REWARD_FUNCTIONS, Rewards, sandbox, sandboxed
-from halftune.train.rewards.sandbox import hides_files, isolates, run_python
+from halftune.train.rewards.passes_tests import run_python  # before a test replaces the sandbox's own
+from halftune.train.rewards.sandbox import hides_files, isolates
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

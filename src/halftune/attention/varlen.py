@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from halftune.attention.backends import BACKENDS, backend_of
 from halftune.attention.contract import AttentionPlan
 from halftune.core.errors import ModelError
 from halftune.core.table import named
+from halftune_kernels.constants import constant
 
 if TYPE_CHECKING:
     from halftune.attention.flash import FlashAttention
@@ -182,7 +182,7 @@ def _share_heads(
     return key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), False
 
 
-@lru_cache(maxsize=8)
+@constant(8)
 def _block_mask(block: int, window: int, device: torch.device) -> torch.Tensor:
     """``[block, 2 · block]``, True if query i of a block sees key j of the previous block and its own."""
     distance = torch.arange(block, device=device)[:, None] + block - torch.arange(2 * block, device=device)
@@ -198,7 +198,7 @@ def band_mask(length: int, window: int | None, dtype: torch.dtype, device: torch
     return _band_mask(-(-length // 256) * 256, window, dtype, device)
 
 
-@lru_cache(maxsize=4)
+@constant(4)
 def _band_mask(length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     position = torch.arange(length, device=device)
     distance = position[:, None] - position

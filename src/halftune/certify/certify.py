@@ -115,9 +115,8 @@ def _small(bench: Workbench, *, seeing: bool = False) -> Workbench:
             if (file := _beside(section) / name).is_file():
                 shutil.copy(file, folder)
         load_tokenizer(section).save_pretrained(folder)
-    else:
-        load_tokenizer(ModelSection(name_or_path=TOKENIZER)).save_pretrained(folder)
-    small = ModelSection(name_or_path=str(folder), trust_remote_code=section.trust_remote_code)
+    names = {"name_or_path": str(folder), "tokenizer": None if seeing else TOKENIZER}
+    small = ModelSection(**names, trust_remote_code=section.trust_remote_code)
     return replace(bench, section=small)
 
 

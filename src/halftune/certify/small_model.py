@@ -61,19 +61,27 @@ def write_small_checkpoint(
     return model
 
 
-# What published checkpoints say, where the code contradicts the default values: sections of 32 numbers turn.
+# What published checkpoints say, where the code contradicts the default values or these are no whole model.
 _HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
 _SAID: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("glm46v", "glm4v", "glmga"), _HALF),
     "glm4v_moe": {"head_dim": 128},
     "glm5_next": {"linear_num_heads": 2},
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "granitemoehybrid": {"layer_types": ["linear_attention" if n % 8 else "full_attention" for n in range(32)]},
+    **{key: {"head_dim": 128} for key in ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl")},
+    "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2, "first_k_dense_replace": 1},
+    "deepseek_v2": {"num_experts_per_tok": 6},
 }
 
 
 def default_config(kind: str) -> Any:
     """The config of a model type with its default values, as far as its code runs with them."""
-    config: Any = CONFIG_MAPPING[kind]()
-    config.get_text_config(decoder=True).update(_SAID.get(kind, {}))
+    config, said = CONFIG_MAPPING[kind](), _SAID.get(kind, {})
+    text = config.get_text_config(decoder=True)
+    if text is config:
+        return CONFIG_MAPPING[kind](**said)
+    text.update(said)
     return config
 
 

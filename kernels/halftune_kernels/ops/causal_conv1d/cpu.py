@@ -7,12 +7,11 @@ initial state.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from halftune_kernels.arguments import Segments
+from halftune_kernels.constants import constant
 from halftune_kernels.ops.causal_conv1d import Convolution
 
 _BLOCK = 1 << 16  # elements that one pass of shifts works on: they stay in the cache
@@ -24,7 +23,7 @@ def causal_conv1d(call: Convolution) -> torch.Tensor:
     return _CausalConv.apply(x, weight, bias, initial_states, silu, segments)  # type: ignore[return-value]
 
 
-@functools.lru_cache(maxsize=32)
+@constant(32)
 def _places(segments: Segments, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Where each row of x stands in the layout, [B*T], and each row in front of a segment, [N, W-1]."""
     lengths = torch.tensor(segments.lengths)

@@ -9,11 +9,12 @@ arithmetic is fp32 (fp64 for fp64), whatever the inputs are: at these sizes half
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+
+from halftune_kernels.constants import constant
 
 _BLOCK = 64  # queries; larger blocks compute more of what the mask throws away
 _softmax = torch.ops.aten._softmax.out
@@ -114,7 +115,7 @@ class _CausalSegments(torch.autograd.Function):
         return grad_query, grad_key, grad_value, None, None
 
 
-@lru_cache(maxsize=2 * _BLOCK)
+@constant(2 * _BLOCK)
 def _later(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """``[size, size]``: -∞ where a key comes after the query, else 0."""
     return torch.full((size, size), -torch.inf, dtype=dtype, device=device).triu_(1)

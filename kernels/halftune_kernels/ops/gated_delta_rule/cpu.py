@@ -13,12 +13,12 @@ Shapes: U units (samples × key heads), G value heads to a key head, C rows of a
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, fields
 
 import torch
 
 from halftune_kernels.chunk_scan import LEAST_DECAY, Chunks, Tensors, chunk_scan
+from halftune_kernels.constants import constant
 from halftune_kernels.delta_arguments import EPSILON, DeltaRule
 from halftune_kernels.memory import CUTS
 from halftune_kernels.triangular import unit_lower_inverse
@@ -333,11 +333,11 @@ def _decayed(state: torch.Tensor, whole: torch.Tensor, out: torch.Tensor) -> Non
     torch.mul(state.unflatten(2, split), whole, out=out.unflatten(2, split))
 
 
-@functools.lru_cache(maxsize=64)
+@constant(64)
 def _minus_infinity_above(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.full((size, size), float("-inf"), dtype=dtype, device=device).triu_(1)
 
 
-@functools.lru_cache(maxsize=64)
+@constant(64)
 def _minus_below(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.full((size, size), -1.0, dtype=dtype, device=device).tril_(-1)

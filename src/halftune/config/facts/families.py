@@ -270,7 +270,8 @@ FAMILIES: dict[str, Family] = {
     ),
     # own attention code
     **dict.fromkeys(
-        ("codegen", "falcon", "fuyu", "gpt_neo", "gpt_neox_japanese", "gptj", "openai-gpt", "trocr", "xglm"), _OWN
+        ("codegen", "falcon", "fuyu", "git", "gpt_neo", "gpt_neox_japanese", "gptj", "openai-gpt", "trocr", "xglm"),
+        _OWN,
     ),
     **dict.fromkeys(("bloom", "mpt"), Family(attention="own", positions="alibi")),
     # linear attention, state spaces, convolutions

@@ -116,7 +116,8 @@ class Watchdog:
         global _current
         _current = None
         self.over.set()
-        self.thread.join(BEAT)  # a process that exits inside the store's C++ code is aborted
+        # A process that exits inside the store's C++ code is aborted. However slow the store, it has answered by then.
+        self.thread.join(_ANSWER + BEAT)
 
     def explain(self, error: BaseException) -> BaseException:
         """Return the error of the rank that caused ``error``; report an error of this rank to the others."""
