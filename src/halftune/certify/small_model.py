@@ -71,7 +71,7 @@ _SAID: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["linear_attention" if n % 8 else "full_attention" for n in range(32)]},
     **{key: {"head_dim": 128} for key in ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl")},
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2, "first_k_dense_replace": 1},
-    "deepseek_v2": {"num_experts_per_tok": 6},
+    "deepseek_v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
 }
 
 

@@ -102,6 +102,10 @@ def load_model(
     sync_tying_config(loaded)
     cast_qk_to_compute_dtype(loaded, plan)
     guard_imported_kernels(loaded, remote_code=remote_code)
+    if remote_code:
+        from halftune.model.remote_code import accept_arguments_of_peft  # few checkpoints bring code
+
+        accept_arguments_of_peft(loaded, model)
     loaded.config.name_or_path = loaded.name_or_path = model.name_or_path  # not a folder in a cache
     if not for_training:
         current_guard().watch(loaded)

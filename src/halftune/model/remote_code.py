@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -52,6 +56,27 @@ def remote_code_error(
         remedy=remedy,
         code="model.own_code_failed",
     )
+
+
+def accept_arguments_of_peft(model: PreTrainedModel, section: ModelSection) -> None:
+    """Leave out arguments that are None and that the model's own ``forward`` does not know; peft always passes some.
+
+    Calling ``forward`` with an unknown argument that is something raises ModelError.
+    """
+    forward: Callable[..., Any] = model.forward
+    known = inspect.signature(forward).parameters
+    if any(one.kind is one.VAR_KEYWORD for one in known.values()):
+        return
+
+    @functools.wraps(forward)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        if unknown := sorted(name for name, value in kwargs.items() if value is not None and name not in known):
+            what = f"forward of {type(model).__name__} does not accept {', '.join(unknown)}"
+            remedy = "add **kwargs to it, and pass them to the layers"
+            raise ModelError(what, where=section.name_or_path, remedy=remedy, code="model.own_code_failed")
+        return forward(*args, **{name: value for name, value in kwargs.items() if name in known})
+
+    model.forward = named
 
 
 def _unreadable(folder: Path) -> str:

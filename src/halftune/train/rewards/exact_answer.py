@@ -18,6 +18,11 @@ _NUMBER = re.compile(rf"(?<![\w./])(?:(?<![\w)])[-+])?(?:{_DIGITS})(?:[eE][-+]?\
 _SPACES = re.compile(
     r"\\[,;:! ]|\{,\}|(?<=\d)[\u202f\u2009\xa0](?=\d{3})"
 )  # between the thousands of LaTeX and of texts
+# A fraction, a root or a power is no number that is written out, and the exponent of a unit (m^2) none at all.
+_ROOT = re.compile(r"\\sqrt\s*(?:\{[^{}]*\}|\d)")
+_FRACTION = re.compile(r"\\[dtc]?frac\s*(\{[^{}]*\}|\d)\s*(\{[^{}]*\}|\d)")
+_TIMES_TEN_TO = re.compile(r"(?<=\d)\s*(?:\\times|\\cdot|×|\*)\s*10\s*\^\s*(?:\{([-+]?\d+)\}|([-+]?\d+))")
+_POWER = re.compile(r"\s*\^\s*(?:\{[^{}]*\}|[-+]?\d+)")
 _MINUS = str.maketrans({"\u2212": "-", "\u2013": "-", "$": " ", "€": " ", "£": " "})
 
 
@@ -29,7 +34,10 @@ def make(section: RewardFunctionSection, method: GrpoMethod) -> RewardFunction:
 def _plain(text: str) -> str:
     """The text with LaTeX's separators left out, one kind of minus, and no signs of money."""
     thousands = _SPACES.sub(lambda found: "," if found.group() == "{,}" else "", text)
-    return thousands.replace("\\$", "$").translate(_MINUS)
+    written = _FRACTION.sub(r"\1/\2", _ROOT.sub("√", thousands)).replace("}/{", "/")
+    written = _TIMES_TEN_TO.sub(r"e\1\2", written)
+    written = _POWER.sub(lambda found: "/" if written[: found.start()][-1:].isdigit() else "", written)
+    return written.replace("\\$", "$").translate(_MINUS)
 
 
 def last_number(text: str) -> Decimal | None:
