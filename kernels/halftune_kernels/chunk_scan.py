@@ -111,9 +111,17 @@ class Block:
 
 @constant(64)
 def plan_blocks(
-    segments: Segments, heads: int, chunk: int, units: int, together: int, power_of_two: bool, device: torch.device
+    segments: Segments, heads: int, cut: tuple[int, int, int, bool], device: torch.device
 ) -> tuple[Block, ...]:
-    """Cuts the work of an operator into blocks of about ``units`` samples × heads; zero-length samples are in none."""
+    """Cuts the work of an operator into blocks of about ``units`` samples × heads; zero-length samples are in none.
+
+    Args:
+        segments: samples of the row.
+        heads: of the operator.
+        cut: rows of a chunk, units, chunks together, whether a chunk's rows are a power of two.
+        device: of the blocks' numbers.
+    """
+    chunk, units, together, power_of_two = cut
     wide = min(heads, units)
     longest_first = sorted(
         (n for n, length in enumerate(segments.lengths) if length), key=lambda n: -segments.lengths[n]
@@ -200,7 +208,7 @@ class _Scan(torch.autograd.Function):
         dtype = compute_dtype(inputs[0])
         out = torch.empty(rows, heads, *shape, dtype=out_dtype, device=inputs[0].device)
         final: torch.Tensor | None = None
-        blocks = plan_blocks(segments, heads, *cut, inputs[0].device)
+        blocks = plan_blocks(segments, heads, cut, inputs[0].device)
         room = KEPT_BYTES // max(1, len(blocks)) if any(ctx.needs_input_grad) else None
         if want_final:  # a sample without rows ends as it began
             final = out.new_zeros(segments.count, heads, *state_shape, dtype=dtype)
@@ -233,7 +241,7 @@ class _Scan(torch.autograd.Function):
         if ctx.has_initial:  # a sample without rows hands its final state's gradient on
             d_initial = d_final.clone() if d_final is not None else d_out.new_zeros(ctx.initial_shape, dtype=dtype)
         first = 0
-        for block in plan_blocks(segments, heads, *cut, inputs[0].device):
+        for block in plan_blocks(segments, heads, cut, inputs[0].device):
             mine = entered[first : first + len(block.chunks)]
             first += len(block.chunks)
             _block_backward(ctx.operator, block, inputs, mine, dtype, d_out, d_final, grads, d_initial)
