@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from halftune.config.sections.model import ModelSection
 from halftune.core.optional import quick_imports
+from halftune.core.signals import unwound_by_signals
 from halftune.hardware.catalogue import CATALOGUE, lookup
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         from halftune.certify.certify import certify
 
     own = sys.stdout
-    with redirect_stdout(sys.stderr):  # a model's code may print
+    with redirect_stdout(sys.stderr), unwound_by_signals():  # a model's code may print
         found = certify(section, hardware, told=(lambda line: None) if args.json else partial(_print, own))
     if args.json:
         print(json.dumps(found.to_dict(), indent=2, ensure_ascii=False))

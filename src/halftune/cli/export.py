@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 
 from halftune.core import log
 from halftune.core.optional import quick_imports
+from halftune.core.signals import unwound_by_signals
 from halftune.core.status import StatusFile, told
 from halftune.train.checkpoint_list import STATE
 
@@ -51,6 +52,7 @@ def _export(args: argparse.Namespace, status: StatusFile | None) -> int:
     with ExitStack() as stack:
         if at_checkpoint := (target / STATE).is_file():
             output.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(unwound_by_signals())
             scratch = stack.enter_context(TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-"))
             finished = open_checkpoint(target, args.overrides, Path(scratch) / "final")
         else:
