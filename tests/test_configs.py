@@ -1,43 +1,45 @@
-"""Every shipped recipe loads, passes every check and is planned on machines that most people have."""
+"""Every shipped recipe loads, passes every check, and is planned: on what it names, or on machines that most have."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
-from published import QWEN2_5_0_5B
 
-from halftune.config.facts import config_file as reader
 from halftune.config.facts.of_recipe import model_facts
 from halftune.config.load import load_config
+from halftune.config.recipes import beside, described, find, recipes
 from halftune.core.errors import PlanError
 from halftune.hardware.catalogue import lookup
 from halftune.plan import explain, resolve
+from halftune.plan.memory import check_fits
 
-ROOT = Path(__file__).resolve().parent.parent
-RECIPES = sorted((ROOT / "configs").rglob("*.yaml"))
+RECIPES = recipes()
 MACHINES = ("cpu", "t4", "a100", "h200")
+SIZED = {name: found for name, path in RECIPES.items() if (found := described(name, path)).memory}
 
 
 def test_there_are_recipes() -> None:
-    assert {"quickstart.yaml", "qwen_lora_bf16.yaml"} <= {path.name for path in RECIPES}
+    assert {"quickstart.yaml", "qwen_lora_bf16.yaml", "tiny/grpo.yaml"} <= RECIPES.keys()
+    assert len(SIZED) >= 20
+    assert [path.name for path in beside(RECIPES["tiny/grpo.yaml"])] == ["rewards.py"]
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
-def test_recipe_says_how_to_run_it(recipe: Path) -> None:
-    first = recipe.read_text().splitlines()[0]
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_says_how_to_run_it(name: str) -> None:
+    first = RECIPES[name].read_text().splitlines()[0]
     assert first.startswith("#")
-    assert f"--config configs/{recipe.relative_to(ROOT / 'configs')}" in first
+    assert f"--config configs/{name}" in first
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_is_found_by_its_name(name: str) -> None:
+    path = RECIPES[name]
+    assert find(path.relative_to(path.parent).with_suffix("")) == path
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
-def test_recipe_is_planned(recipe: Path, machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    (tmp_path / "config.json").write_text(json.dumps(QWEN2_5_0_5B))
-    monkeypatch.setattr(reader, "_from_hub", lambda name, revision: tmp_path / "config.json")
-    loaded = load_config(recipe)
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in SIZED])
+def test_recipe_is_planned(name: str, machine: str) -> None:
+    loaded = load_config(RECIPES[name])
     facts = model_facts(loaded)
     if loaded.run.precision.compute == "bf16" and machine == "t4":
         with pytest.raises(PlanError, match="bf16") as refused:
@@ -45,3 +47,13 @@ def test_recipe_is_planned(recipe: Path, machine: str, tmp_path: Path, monkeypat
         assert refused.value.remedy
         return
     assert loaded.run.model.name_or_path in explain(resolve(loaded.run, lookup(machine), facts))
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_recipe_needs_the_memory_that_it_names(name: str) -> None:
+    """On the hardware that it names, from the model's published numbers."""
+    run = load_config(RECIPES[name]).run
+    machine = lookup(SIZED[name].hardware)
+    plan = resolve(run, machine, model_facts(load_config(RECIPES[name])), len(machine.devices))
+    check_fits(plan.memory, run)
+    assert SIZED[name].memory == round(plan.memory.total / 2**30, 1)

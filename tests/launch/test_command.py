@@ -143,7 +143,7 @@ def test_the_documented_jobs_are_what_is_emitted() -> None:
     root = Path(__file__).resolve().parents[2]
     text = (root / "docs" / "how-to" / "schedulers.md").read_text()
     words = ["distributed.num_machines=2", "distributed.num_processes=16"]
-    loaded = load_config(root / "configs" / "several_devices.yaml", words)
-    arguments = ["train", "--config", "configs/several_devices.yaml", *words]
+    loaded = load_config(root / "configs" / "tiny" / "several_devices.yaml", words)
+    arguments = ["train", "--config", "configs/tiny/several_devices.yaml", *words]
     for name in TEMPLATES:
         assert render(name, loaded.run, 16, arguments) in text, name

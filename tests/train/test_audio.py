@@ -424,7 +424,7 @@ def test_the_recipe_learns_to_name_sounds(tmp_path: Path) -> None:
     Halfway it counts beeps and knows their pitch, and a level beep; whether one rises or falls takes the whole recipe.
     """
     short = [f"training.output_dir={tmp_path}", "training.max_steps=200"]
-    loaded = load_config(ROOT / "configs" / "audio_tiny.yaml", [*short, "precision=fp32"])
+    loaded = load_config(ROOT / "configs" / "tiny" / "audio_tiny.yaml", [*short, "precision=fp32"])
     plan = resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model))
     assert named(materialize("qwen2_audio-tiny")) == [0, 0, 0]
     train(loaded, plan)

@@ -316,7 +316,9 @@ def test_a_reward_that_is_not_there_is_refused(asked: dict[str, str], tmp_path: 
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(BAD["raises"])
     with pytest.raises(ConfigError) as error:
-        Rewards(load_config(ROOT / "configs" / "grpo.yaml", [f"method.rewards={json.dumps([asked])}"]).run.method)
+        Rewards(
+            load_config(ROOT / "configs" / "tiny" / "grpo.yaml", [f"method.rewards={json.dumps([asked])}"]).run.method
+        )
     found = error.value.problems or (error.value,)
     assert [one.code for one in found] == ["config.bad_reward"]
 
@@ -343,7 +345,7 @@ def own_recipe(tmp_path: Path) -> Any:
 
     def make(**training: Any) -> Any:
         words = [f"training.{key}={value}" for key, value in training.items()]
-        loaded = load_config(ROOT / "configs" / "grpo.yaml", [*words, "logging.progress=false"])
+        loaded = load_config(ROOT / "configs" / "tiny" / "grpo.yaml", [*words, "logging.progress=false"])
         return loaded, resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model))
 
     return make
@@ -364,7 +366,7 @@ def test_reward_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
         (tmp_path / folder / "rewards.py").write_text(f"def {folder}(**_): ...\n")
     sections = [{"function": one, "file": str(tmp_path / one / "rewards.py")} for one in "aba"]
     words = [f"method.rewards={json.dumps(sections)}"]
-    method: Any = load_config(ROOT / "configs" / "grpo.yaml", words).run.method
+    method: Any = load_config(ROOT / "configs" / "tiny" / "grpo.yaml", words).run.method
     before = _rewards(method)
     assert len(before) == 2
     (tmp_path / "a" / "rewards.py").write_text("def a(**_): return [1]\n")
@@ -402,10 +404,10 @@ def test_a_recipe_whose_reward_cannot_be_there_is_refused_unrun(code: str, good:
     (tmp_path / "mine.py").write_text(code + "\nraise RuntimeError\n" * good)
     rewards = json.dumps([{"function": "half", "file": str(tmp_path / "mine.py")}])
     if good:
-        load_config(ROOT / "configs" / "grpo.yaml", [f"method.rewards={rewards}"])
+        load_config(ROOT / "configs" / "tiny" / "grpo.yaml", [f"method.rewards={rewards}"])
         return
     with pytest.raises(ConfigError) as error:
-        load_config(ROOT / "configs" / "grpo.yaml", [f"method.rewards={rewards}"])
+        load_config(ROOT / "configs" / "tiny" / "grpo.yaml", [f"method.rewards={rewards}"])
     assert [one.code for one in error.value.problems or (error.value,)] == ["config.bad_reward"]
 
 
@@ -415,7 +417,7 @@ def test_another_reward_function_is_not_resumed_with_unless_it_is_allowed(tmp_pa
         rewards = json.dumps([{"function": "half", "file": str(tmp_path / "rewards.py")}])
         short = ["method.max_completion_length=4", "method.num_generations=2", "training.save_steps=1"]
         words = (f"method.rewards={rewards}", f"training.output_dir={tmp_path / 'run'}", *short, *words)
-        loaded = load_config(ROOT / "configs" / "grpo.yaml", words)
+        loaded = load_config(ROOT / "configs" / "tiny" / "grpo.yaml", words)
         return train(loaded, resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model)))
 
     code = "def half(completions, **_):\n    return [len(one) / 2 for one in completions]\n"
@@ -440,7 +442,7 @@ def test_sharded_weights_gathered_once_or_for_each_token_give_the_same_answers(t
             f"training.output_dir={tmp_path / str(once)}",
         ]
         words += ["distributed.strategy=fsdp2", "logging.progress=false", "training.save_steps=end"]
-        loaded = load_config(ROOT / "configs" / "grpo.yaml", words)
+        loaded = load_config(ROOT / "configs" / "tiny" / "grpo.yaml", words)
         plan = resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model), world_size=2)
         assert plan.parallel is not None
         assert plan.parallel.gather_once is not None
@@ -463,7 +465,7 @@ def test_equal_groups_give_way_to_other_prompts(times: int, tmp_path: Path) -> N
     keys = [f"data.train={tmp_path / 'rows.jsonl'}", f"method.rewards={rewards}", f"method.dynamic_sampling={times}"]
     keys += [f"training.output_dir={tmp_path / 'run'}", "training.max_steps=2", "training.logging_steps=1"]
     keys += ["training.per_device_train_batch_size=8", "method.num_generations=3", "method.max_completion_length=4"]
-    loaded = load_config(ROOT / "configs" / "grpo.yaml", [*keys, "logging.progress=false"])
+    loaded = load_config(ROOT / "configs" / "tiny" / "grpo.yaml", [*keys, "logging.progress=false"])
     folder = train(loaded, resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model))).folder
     assert sum(curve(folder, "equal_rewards")) == pytest.approx(12 / 8)  # of the prompts that came first
     dropped, tokens = curve(folder, "dropped"), curve(folder, "tokens_trained")
@@ -497,7 +499,7 @@ def test_the_reward_rises(own_recipe: Any, tmp_path: Path) -> None:
 )
 def test_what_it_does_not_go_with_is_refused(words: list[str], code: str) -> None:
     def planned() -> None:
-        loaded = load_config(ROOT / "configs" / "grpo.yaml", words)
+        loaded = load_config(ROOT / "configs" / "tiny" / "grpo.yaml", words)
         resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model))
 
     with pytest.raises(HalftuneError) as error:
@@ -512,10 +514,10 @@ def test_prompts_are_read_from_conversations_and_from_prompts(tmp_path: Path) ->
         "ask.jsonl": {"prompt": "Hi?", "solution": 4},
         "list.jsonl": {"prompt": [{"role": "user", "content": "Hi?"}], "answer": "mine"},
     }
-    tokenizer = load_tokenizer(load_config(ROOT / "configs" / "grpo.yaml").run.model)
+    tokenizer = load_tokenizer(load_config(ROOT / "configs" / "tiny" / "grpo.yaml").run.model)
     for name, row in rows.items():
         (tmp_path / name).write_text(json.dumps(row) + "\n")
-        config = load_config(ROOT / "configs" / "grpo.yaml", [f"data.train={tmp_path / name}"]).run
+        config = load_config(ROOT / "configs" / "tiny" / "grpo.yaml", [f"data.train={tmp_path / name}"]).run
         segment = prepare(config, tokenizer).train.example(0).segments[0]
         assert tokenizer.decode(segment.input_ids).endswith("Hi?<|im_end|>\n<|im_start|>assistant\n")
         assert not segment.loss_mask.any()

@@ -413,7 +413,7 @@ def test_the_recipe_learns_to_name_pictures(tmp_path: Path) -> None:
     After a third of an epoch it knows the colours; patterns take the whole recipe.
     """
     short = [f"training.output_dir={tmp_path}", "training.max_steps=40", "training.per_device_train_batch_size=8"]
-    loaded = load_config(ROOT / "configs" / "vision_tiny.yaml", [*short, "precision=fp32"])
+    loaded = load_config(ROOT / "configs" / "tiny" / "vision_tiny.yaml", [*short, "precision=fp32"])
     plan = resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model))
     before = named(materialize("qwen2_5_vl-tiny"))
     train(loaded, plan)

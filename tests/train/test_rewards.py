@@ -258,6 +258,6 @@ def test_deep_folders_of_a_program_do_not_end_training(monkeypatch: pytest.Monke
 )
 def test_what_a_reward_needs(asked: dict[str, Any], code: str) -> None:
     with pytest.raises(ConfigError) as error:
-        load_config(ROOT / "configs" / "grpo.yaml", [f"method.rewards={json.dumps([asked])}"])
+        load_config(ROOT / "configs" / "tiny" / "grpo.yaml", [f"method.rewards={json.dumps([asked])}"])
     found = error.value.problems or (error.value,)
     assert [one.code for one in found] == [code]

@@ -130,7 +130,7 @@ def recipe(server: Server, folder: Path, *words: str, adapter: str = "lora", wor
     keys += [f"method.server=http://127.0.0.1:{server.server_port}", f"training.output_dir={folder / 'run'}"]
     keys += [f"training.per_device_train_batch_size={2 // world_size}", "training.learning_rate=0.01"]
     loaded = load_config(
-        ROOT / "configs" / "grpo.yaml", [*keys, "training.logging_steps=1", "logging.progress=false", *words]
+        ROOT / "configs" / "tiny" / "grpo.yaml", [*keys, "training.logging_steps=1", "logging.progress=false", *words]
     )
     return loaded, resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model), world_size=world_size)
 
@@ -177,7 +177,7 @@ def test_a_server_that_fails_ends_the_run(server: Server, tmp_path: Path) -> Non
             train(*recipe(server, tmp_path))
     assert error.value.code == "train.server_failed"
     with pytest.raises(HalftuneError) as error:
-        load_config(ROOT / "configs" / "grpo.yaml", ["method.server=localhost:8000"])
+        load_config(ROOT / "configs" / "tiny" / "grpo.yaml", ["method.server=localhost:8000"])
     assert error.value.code == "config.invalid_value"
 
 
@@ -234,8 +234,8 @@ def test_the_key_goes_to_the_named_host_only(
 
 def test_a_run_may_go_on_with_another_server() -> None:
     words = ("http://a:8000", "https://b:8000"), ("http://a:8000", "{url: http://a:8000, max_weight: 2}")
-    found = [[load_config(ROOT / "configs" / "grpo.yaml", [f"method.server={one}", "adapter=lora"]).run for one in two]
-             for two in words]  # fmt: skip
+    recipe = ROOT / "configs" / "tiny" / "grpo.yaml"
+    found = [[load_config(recipe, [f"method.server={one}", "adapter=lora"]).run for one in two] for two in words]
     one, other = ([flat(run.model_dump(mode="json")) for run in two] for two in found)
     assert differences(*one, harmless=False) == []
     assert len(differences(*other, harmless=False)) == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from halftune.config.builtin_models import recipes
+from halftune.config.recipes import recipes
 from halftune.config.shape import walk
 from halftune_webui.edits import add_entry, change, path_of, remove_entry
 from halftune_webui.form import COMMON, form, shown

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from halftune.config.builtin_models import recipes
 from halftune.config.load import load_config
+from halftune.config.recipes import recipes
 from halftune.config.shape import accepts, dotted, walk
 from halftune.core.errors import ConfigError
 from halftune_webui.dependencies import needless, without_needless

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halftune.config.builtin_models import recipes
 from halftune.config.load import Draft, LoadedConfig, read_draft
 from halftune.config.reading.yaml_source import MAX_BYTES, KeyProblem, Tree, parse, read_text
+from halftune.config.recipes import recipes
 from halftune.config.shape import KeyPath, child
 from halftune.config.validate import validate
 from halftune.core.errors import ConfigError, HalftuneError

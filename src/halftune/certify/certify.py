@@ -65,6 +65,7 @@ def certify(
 
 def _lines(section: ModelSection, hardware: Hardware, facts: ModelFacts, folder: Path, *, kill: bool) -> Iterator[Line]:
     where = {"headers": "its weights' headers", "architecture": "the class of transformers"}
+    where["catalogue"] = f"{where['architecture']}, by halftune's catalogue"
     towers = f", and {facts.tower_parameters:,} of its towers" if facts.tower_parameters else ""
     exact = facts.counted_in in where
     counted = f"{facts.num_parameters:,} weights{towers}, counted in {where.get(facts.counted_in, facts.counted_in)}"

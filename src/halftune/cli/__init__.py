@@ -31,6 +31,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "export": ("halftune.cli.export", "merge an adapter into its base model, and verify the logits"),
     "webui": ("halftune.cli.webui", "start the web UI, by default for this machine only"),
     "convert": ("halftune.cli.convert", "convert a LLaMA-Factory, axolotl or TRL config"),
+    "recipes": ("halftune.cli.recipes", "list the recipes that come with halftune, or copy one"),
     "schema": ("halftune.cli.schema", "print the JSON Schema of the configuration"),
     "explain": ("halftune.cli.explain", "explain an error code and its fix"),
 }

@@ -14,9 +14,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from halftune.config.builtin_models import find
 from halftune.config.reading.overrides import apply_overrides, expand, translate_spellings
 from halftune.config.reading.yaml_source import Tree, parse, read_text
+from halftune.config.recipes import find
 from halftune.config.rules import files, keys, methods  # noqa: F401  (their rules enter RULES)
 from halftune.config.rules.rule import RULES, Context, Violation, make_absolute, outputs_of_dependencies
 from halftune.config.run import RunConfig

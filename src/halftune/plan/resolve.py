@@ -128,6 +128,7 @@ _BROKEN_GRAPHS = (
 COUNTED = {
     "headers": "counted in the headers of the weights",
     "architecture": "counted in the architecture that transformers builds from config.json",
+    "catalogue": "counted in the architecture that transformers builds from halftune's own copy of config.json",
     "sizes": "estimated from sizes: transformers cannot build this config",
     "own code": "estimated from sizes: remote code builds this model",
 }

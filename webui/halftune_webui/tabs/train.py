@@ -10,7 +10,7 @@ from typing import Any
 import gradio as gr
 from gradio.context import Context as Blocks
 
-from halftune.config.builtin_models import recipes
+from halftune.config.recipes import recipes
 from halftune.core.errors import HalftuneError
 from halftune.plan.explain import size
 from halftune_webui import hub

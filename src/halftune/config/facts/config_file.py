@@ -1,4 +1,4 @@
-"""Locates a model's config.json: in its folder, in the hub cache, or on the hub."""
+"""Locates a model's config.json: in its folder, in the hub cache, on the hub, or among those that halftune has."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import Request, getproxies, urlopen
 
+from halftune.config.facts.published import published_config
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
 from halftune.core.time_limit import within
@@ -23,6 +24,8 @@ _REMEMBERED = 60  # seconds for which the hub's availability is cached
 def config_file(model: ModelSection) -> Path:
     """Return the path of a model's config.json: in its folder, or of a hub repository.
 
+    Where the hub is out of reach, or asks for a token, the numbers of well-known models come from halftune itself.
+
     Raises:
         ModelError: there is none.
     """
@@ -34,7 +37,12 @@ def config_file(model: ModelSection) -> Path:
         remedy = "use an existing folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or builtin:<name>"
         what = f"no such model folder: {name}"
         raise ModelError(what, where="model.name_or_path", remedy=remedy, code="model.not_found")
-    return _from_hub(name, model.revision)
+    try:
+        return _from_hub(name, model.revision)
+    except ModelError:
+        if model.revision is None and (known := published_config(name)) is not None:
+            return known
+        raise
 
 
 def config_in(folder: Path) -> Path:

@@ -12,6 +12,7 @@ from halftune.config.facts.architecture import Architecture, Tensor, architectur
 from halftune.config.facts.config_file import config_file
 from halftune.config.facts.families import OWN, Family, check_causal, family_of, is_reward_model, multimodal_class
 from halftune.config.facts.folder import read_json
+from halftune.config.facts.published import is_published
 from halftune.config.facts.refused_values import TokenIds, check_values, token_ids
 from halftune.config.facts.rwkv7_shape import rwkv7_shape
 from halftune.config.facts.safetensors_headers import (
@@ -46,7 +47,8 @@ class ModelFacts:
         hidden_size, num_layers, num_heads, num_kv_heads, head_dim, intermediate_size, vocab_size: the usual sizes.
         tie_word_embeddings: whether head and embedding are tied; False if the files contain a different head.
         num_parameters: number of weights, from safetensors headers if available, else of the architecture.
-        counted_in: ``headers``, ``architecture``; ``sizes`` if transformers cannot build it, ``own code`` for remote
+        counted_in: ``headers``, ``architecture``, ``catalogue`` (as ``architecture``, from a config.json that came with
+            halftune); ``sizes`` if transformers cannot build it, ``own code`` for remote
             code: estimated from a Llama of these sizes.
         linear_layers: number of layers with linear attention or a state-space mixer (0: softmax attention only).
         sliding_window: window of local layers in tokens, or None.
@@ -83,7 +85,7 @@ class ModelFacts:
     vocab_size: int
     tie_word_embeddings: bool
     num_parameters: int
-    counted_in: Literal["headers", "architecture", "sizes", "own code"]
+    counted_in: Literal["headers", "architecture", "catalogue", "sizes", "own code"]
     linear_layers: int = 0
     sliding_window: int | None = None
     softcap: float | None = None
@@ -112,7 +114,7 @@ class ModelFacts:
     @property
     def num_parameters_exact(self) -> bool:
         """Whether ``num_parameters`` is exact."""
-        return self.counted_in in ("headers", "architecture")
+        return self.counted_in in ("headers", "architecture", "catalogue")
 
     @property
     def family(self) -> Family:
@@ -160,7 +162,8 @@ def read_model_facts(model: ModelSection) -> ModelFacts:
     left = headers.keys() - (towers.keys() if isinstance(raw.get("text_config"), dict) else set())
     heads = prediction_heads(sorted(left), facts.num_layers)
     tokens, scores = token_ids(model, file.parent), is_reward_model(raw)
-    return replace(facts, tokens=tokens, prediction_heads=tuple(heads), scores=scores)
+    counted_in = "catalogue" if is_published(file) and facts.counted_in == "architecture" else facts.counted_in
+    return replace(facts, tokens=tokens, prediction_heads=tuple(heads), scores=scores, counted_in=counted_in)
 
 
 def _builtin(model: ModelSection) -> ModelFacts:

@@ -19,7 +19,7 @@ from yaml.error import MarkedYAMLError, YAMLError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from yaml.reader import ReaderError
 
-from halftune.config.builtin_models import listed
+from halftune.config.recipes import recipes
 from halftune.config.shape import KeyPath, dotted
 from halftune.core.errors import ConfigError, HalftuneError
 from halftune.core.files import read_limited
@@ -215,7 +215,8 @@ def _neighbours(path: FilePath) -> str:
 
     folder = path.parent
     names = [p.name for p in folder.glob("*.y*ml")][:1000] if folder.is_dir() else []
-    shipped = f"shipped recipes: {listed()}"
+    near = get_close_matches(path.name, [one.rpartition("/")[2] for one in recipes()], n=1, cutoff=0.5)
+    shipped = f"the shipped recipe {near[0]} is near" if near else "`halftune recipes` lists the shipped recipes"
     if not folder.is_dir():
         return f"the folder {folder} does not exist either; {shipped}"
     close = get_close_matches(path.name, names, n=1, cutoff=0.5)

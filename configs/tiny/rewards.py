@@ -1,4 +1,4 @@
-"""Rewards for configs/grpo.yaml. Copy the file, and write your own."""
+"""Rewards for configs/tiny/grpo.yaml. Copy the file, and write your own."""
 
 
 def vowels(completions, **_):
