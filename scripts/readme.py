@@ -24,7 +24,7 @@ MACHINES = {"t4": "Tesla T4", "h100": "H100"}
 ROWS = {
     "compute": "precision.compute", "loaded weights": "precision.storage", "adapter": "precision.trainable",
     "loss scaler": "precision.grad_scaler", "attention": "attention.softmax", "packed rows": "attention.varlen",
-    "checkpointing": "batch.gradient_checkpointing", "fused layers": "batch.fused_layers",
+    "checkpointing": "batch.gradient_checkpointing",
 }  # fmt: skip
 SHOWN = (
     "llama/llama_3_2_3b_qlora_t4.yaml", "qwen/qwen3_5_4b_lora.yaml", "llama/llama_3_1_8b_lora.yaml",

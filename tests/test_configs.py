@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import runpy
+from pathlib import Path
+
 import pytest
 
+from halftune.cli import run_verb
 from halftune.config.facts.of_recipe import model_facts
 from halftune.config.load import load_config
 from halftune.config.recipes import beside, described, find, recipes
@@ -12,6 +17,7 @@ from halftune.hardware.catalogue import lookup
 from halftune.plan import explain, resolve
 from halftune.plan.memory import check_fits
 
+ROOT = Path(__file__).resolve().parent.parent
 RECIPES = recipes()
 MACHINES = ("cpu", "t4", "a100", "h200")
 SIZED = {name: found for name, path in RECIPES.items() if (found := described(name, path)).memory}
@@ -57,3 +63,34 @@ def test_recipe_needs_the_memory_that_it_names(name: str) -> None:
     plan = resolve(run, machine, model_facts(load_config(RECIPES[name])), len(machine.devices))
     check_fits(plan.memory, run)
     assert SIZED[name].memory == round(plan.memory.total / 2**30, 1)
+
+
+def test_a_recipe_is_copied_with_its_python_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_verb("recipes", ["copy", "grpo", "mine/a.yaml"]) == 0
+    assert (tmp_path / "mine/a.yaml").read_bytes() == RECIPES["tiny/grpo.yaml"].read_bytes()
+    assert load_config(tmp_path / "mine/a.yaml").run.method.type == "grpo"
+    assert run_verb("recipes", ["copy", "configs/tiny/grpo.yaml", "mine/a.yaml"]) == 0  # the same bytes
+    (tmp_path / "mine/a.yaml").write_text("changed")
+    for words in (["copy", "grpo", "mine/a.yaml"], ["copy", "no-such"], ["copy"], ["move", "grpo"]):
+        assert run_verb("recipes", words) == 2
+    assert (tmp_path / "mine/a.yaml").read_text() == "changed"
+    capsys.readouterr()
+
+
+def test_the_list_can_be_narrowed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_verb("recipes", ["--method", "dpo", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {one["method"] for one in found} == {"dpo"}
+    assert run_verb("recipes", ["--memory", "24", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert all(one["memory"] <= 24 for one in found)
+    assert {one["name"] for one in found} < set(RECIPES)
+
+
+def test_the_readme_shows_what_halftune_prints() -> None:
+    readme = runpy.run_path(str(ROOT / "scripts" / "readme.py"))
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme["written"](text) == text

@@ -111,7 +111,7 @@ def test_languages_have_the_same_labels() -> None:
     assert {f"tabs.{name}" for name in TABS} <= tables[0]
     for language in LANGUAGES:
         assert all(load_words(language).table.values())
-        assert set(load_words(language).below("recipes")) <= {name.removesuffix(".yaml") for name in recipes()}
+        assert set(load_words(language).below("recipes")) <= {path.stem for path in recipes().values()}
 
 
 def test_translated_fields_exist() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import gradio as gr
 from gradio.context import Context as Blocks
 
-from halftune.config.recipes import recipes
+from halftune.config.recipes import described, recipes
 from halftune.core.errors import HalftuneError
 from halftune.plan.explain import size
 from halftune_webui import hub
@@ -101,11 +101,18 @@ def _find_models(
 
 
 def _recipes(words: Words) -> list[tuple[str, str]]:
-    """Each with a sentence about it, where the labels have one: the one for own data first, the reader's own last."""
+    """Each with a sentence, or its model, method and memory: the one for own data first, the reader's own last."""
     about = words.below("recipes")
-    names = sorted(recipes(), key=lambda name: name != FIRST)
-    listed = [(" · ".join(filter(None, (name, about.get(name.removesuffix(".yaml"))))), name) for name in names]
-    return [*listed, (words("train.own"), OWN)]
+
+    def shown(name: str, path: Path) -> str:
+        if path.stem in about:
+            return f"{name} · {about[path.stem]}"
+        one = described(name, path)
+        needs = f"{one.hardware}, {one.memory:.1f} GiB" if one.memory else one.hardware
+        return " · ".join((name, one.model, one.method, one.adapter, needs))
+
+    names = sorted(recipes().items(), key=lambda item: item[0] != FIRST)
+    return [*((shown(name, path), name) for name, path in names), (words("train.own"), OWN)]
 
 
 def _form(context: Context) -> gr.HTML:
