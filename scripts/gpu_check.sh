@@ -113,7 +113,7 @@ if [ -n "$dry" ]; then
     tests operators 200 "pytest triton" tests/kernels/test_kernels_on_gpu.py
     part collected 200 "$all pytest" python3 -m pytest -q --collect-only -m gpu -p no:cacheprovider "${collected[@]}"
     for model in $hybrids; do
-        trains "$model" 200 "${model}_tiny.yaml" $short
+        trains "$model" 200 "tiny/${model}_tiny.yaml" $short
     done
     trains quickstart 200 quickstart.yaml $tiny
     trains profile 200 quickstart.yaml $tiny --profile
@@ -131,7 +131,7 @@ else
     tests attention 60 "$all pytest" tests/attention/test_flash_on_gpu.py &
     tests formats 120 "$all pytest" tests/end_to_end/test_gpu.py $(has xdist && echo "-n 4") &
     for model in $hybrids; do
-        trains "$model" 100 "${model}_tiny.yaml" &
+        trains "$model" 100 "tiny/${model}_tiny.yaml" &
     done
     trains quickstart 120 quickstart.yaml &
     trains profile 100 quickstart.yaml $twenty precision=bf16 --profile &

@@ -15,7 +15,7 @@ SCRIPT = REPOSITORY / "scripts" / "gpu_check.sh"
 def test_its_files_exist_and_it_parses() -> None:
     text = SCRIPT.read_text()
     named = re.findall(r"\b(?:tests|scripts|configs)/[\w/]+\.(?:py|sh|yaml)", text)
-    recipes = re.findall(r'^ +trains \S+ \d+ "?([\w${}]+\.yaml)', text, re.MULTILINE)
+    recipes = re.findall(r'^ +trains \S+ \d+ "?([\w/${}]+\.yaml)', text, re.MULTILINE)
     models = re.findall(r'^hybrids="([^"]+)"', text, re.MULTILINE)[0].split()
     assert len(named) > 5
     assert len(recipes) == 7

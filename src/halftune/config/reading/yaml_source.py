@@ -215,8 +215,8 @@ def _neighbours(path: FilePath) -> str:
 
     folder = path.parent
     names = [p.name for p in folder.glob("*.y*ml")][:1000] if folder.is_dir() else []
-    near = get_close_matches(path.name, [one.rpartition("/")[2] for one in recipes()], n=1, cutoff=0.5)
-    shipped = f"the shipped recipe {near[0]} is near" if near else "`halftune recipes` lists the shipped recipes"
+    near = get_close_matches(path.stem, [one.stem for one in recipes().values()], n=1, cutoff=0.6)
+    shipped = f"`halftune recipes` lists the shipped recipes{f', among them {near[0]}' if near else ''}"
     if not folder.is_dir():
         return f"the folder {folder} does not exist either; {shipped}"
     close = get_close_matches(path.name, names, n=1, cutoff=0.5)
