@@ -10,9 +10,12 @@ import shutil
 import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlparse
+
+from packaging.requirements import Requirement
 
 from halftune.core.files import cache_dir
 from halftune.core.optional import pip_line, version_of
@@ -33,8 +36,10 @@ OPTIONAL = {
     "trackio": "logging to Trackio",
 }
 REQUIRED = ("transformers", "peft", "accelerate", "datasets", "safetensors")
-# CUDA major that torch was built for → lowest driver (Linux)
+# CUDA major that torch was built for → lowest driver (Linux): table 2 of the CUDA toolkit's release notes
 LOWEST_DRIVER = {11: 450, 12: 525, 13: 580}
+# CUDA's release notes: 13.0 has no compiler for devices before Turing, those before 12.8 none for Blackwell
+_TURING, _BLACKWELL, _CUDA_OF_BLACKWELL = (7, 5), (10, 0), (12, 8)
 _LITTLE_DISK = 10 * 2**30
 _TIMEOUT_S = 3.0
 
@@ -72,7 +77,9 @@ def environment(hardware: Hardware, *, folder: Path, needed_bytes: int = 0) -> l
         Check("python", "ok", platform.python_version()),
         *_devices(hardware),
         *_torch(hardware),
+        *_devices_of_build(hardware, torch_cuda()),
         *_required(),
+        *_ranges(),
         *_optional(hardware),
         *_builds(),
         _disk(folder, needed_bytes),
@@ -114,6 +121,39 @@ def _torch(hardware: Hardware) -> Iterator[Check]:
         )
         return
     yield Check("triton", "ok", triton)
+
+
+def _devices_of_build(hardware: Hardware, cuda: str | None) -> Iterator[Check]:
+    """Whether torch's CUDA has code for each device."""
+    if cuda is None:
+        return
+    version = tuple(map(int, cuda.split(".")[:2]))
+    for device in dict.fromkeys(hardware.devices):
+        if device.kind != "cuda" or device.capability is None:
+            continue
+        what = f"torch's CUDA {cuda} has no code for {device.name}"
+        if version >= (13, 0) and device.capability < _TURING:
+            yield Check("torch", "fail", what, "install torch built for CUDA 12.6")
+        if version < _CUDA_OF_BLACKWELL and device.capability >= _BLACKWELL:
+            yield Check("torch", "fail", what, "install torch built for CUDA 12.8 or newer")
+
+
+def _ranges() -> Iterator[Check]:
+    """Installed packages whose versions halftune does not support, with one line that mends them all."""
+    try:
+        lines = requires("halftune") or ()
+    except PackageNotFoundError:  # run from its sources
+        return
+    wrong = {}
+    for requirement in map(Requirement, lines):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        version = version_of(requirement.name)
+        if version and not requirement.specifier.contains(version, prereleases=True):
+            wrong[f"{requirement.name}{requirement.specifier}"] = f"{requirement.name} {version}"
+    if wrong:
+        remedy = "pip install " + " ".join(f'"{one}"' for one in wrong)
+        yield Check("versions", "fail", f"not supported: {', '.join(wrong.values())}", remedy)
 
 
 def _required() -> Iterator[Check]:
