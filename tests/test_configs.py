@@ -7,11 +7,15 @@ import runpy
 from pathlib import Path
 
 import pytest
+import yaml
 
 from halftune.cli import run_verb
+from halftune.config.facts.model import read_model_facts
 from halftune.config.facts.of_recipe import model_facts
+from halftune.config.facts.published import published_config
 from halftune.config.load import load_config
 from halftune.config.recipes import beside, described, find, recipes
+from halftune.config.sections.model import ModelSection
 from halftune.core.errors import PlanError
 from halftune.hardware.catalogue import lookup
 from halftune.plan import explain, resolve
@@ -94,3 +98,31 @@ def test_the_readme_shows_what_halftune_prints() -> None:
     readme = runpy.run_path(str(ROOT / "scripts" / "readme.py"))
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert readme["written"](text) == text
+
+
+def test_a_plan_needs_no_hub(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The numbers come with halftune; what is missing is said after the plan, and is an error on this machine only."""
+    words = ["--config", "qwen_lora_bf16", "precision=auto", f"training.output_dir={tmp_path}"]
+    assert run_verb("plan", [*words, "--hardware", "t4"]) == 0
+    there = capsys.readouterr()
+    assert "Tesla T4" in there.out
+    assert there.err.count("\n") == 1
+    assert run_verb("plan", words) == 3
+    here = capsys.readouterr()
+    assert "494,032,768" in here.out
+    assert "[model.hub_unreachable]" in here.err
+    assert run_verb("train", words) == 3
+    assert run_verb("plan", [*words, "--hardware", "t4", "model.revision=abc"]) == 3  # not the revision that is known
+    capsys.readouterr()
+
+
+PUBLISHED = yaml.safe_load((ROOT / "src/halftune/config/published/models.yaml").read_text())
+
+
+@pytest.mark.parametrize("folder", PUBLISHED)
+def test_published_numbers_are_complete(folder: str) -> None:
+    names = PUBLISHED[folder]["names"]
+    assert all(published_config(name) == published_config(name.upper()) for name in names)
+    facts = read_model_facts(ModelSection(name_or_path=names[0]))
+    assert facts.counted_in == "catalogue"
+    assert facts.num_parameters + facts.tower_parameters == PUBLISHED[folder]["parameters"]

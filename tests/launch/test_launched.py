@@ -158,6 +158,13 @@ def end(job: subprocess.Popen[str]) -> tuple[int, str]:
     return job.returncode, errors
 
 
+def only(errors: str) -> list[str]:
+    """The one line in which the launcher says how the run ended."""
+    lines = told(errors)
+    assert len(lines) == 1, errors[-3000:]
+    return lines
+
+
 def tell_rank_1(place: Path, name: str, number: signal.Signals, step: int, *more: str) -> tuple[int, str]:
     """Starts `train`, sends one of its processes a signal after a step, waits."""
     job = start(place, name, *more)
@@ -189,14 +196,14 @@ def test_a_job_that_is_ended_says_how_and_goes_on_by_accelerate(place: Path, und
     # A process is told to end: it is named, and the job is not started again, which is for failures.
     code, said = tell_rank_1(place, name, signal.SIGTERM, 7, "distributed.max_restarts=1")
     assert code == 143, said[-3000:]
-    (line,) = told(said)
+    (line,) = only(said)
     assert "stopped by SIGTERM to rank 1 on " in line
     assert foreign(said) == []
 
     # A process is killed: one summary.
     code, said = tell_rank_1(place, name, signal.SIGKILL, steps(folder) + 2)
     assert code == 5
-    (line,) = told(said)
+    (line,) = only(said)
     assert line.startswith("halftune: rank 1 on ")
     assert "was killed by SIGKILL" in line
     assert "Traceback" not in said
@@ -211,7 +218,7 @@ def test_processes_whose_launcher_is_killed_save_and_end(place: Path) -> None:
     wait_for(job, lambda: steps(folder) >= 2, "two steps")
     job.kill()
     _, said = end(job)
-    (line,) = told(said)
+    (line,) = only(said)
     assert "stopped by SIGTERM after step" in line
     assert list(folder.glob("checkpoint-*"))
     assert not (folder / "final").exists()
@@ -229,7 +236,7 @@ def test_the_main_process_is_killed_while_it_writes_its_report(place: Path, undi
     os.kill(int(mark.read_text()), signal.SIGKILL)
     code, errors = end(job)
     assert code == 0
-    (line,) = told(errors)
+    (line,) = only(errors)
     assert line.startswith("halftune: rank 0 on ")
     assert "was killed by SIGKILL" in line
     assert (place / name / "finished.json").exists()

@@ -17,7 +17,7 @@ from pathlib import Path
 from halftune.cli.overrides import add_config_arguments, load_from, positive
 from halftune.config.facts.of_recipe import model_facts
 from halftune.config.run import RunConfig
-from halftune.core.errors import ModelError, PlanError
+from halftune.core.errors import DataError, HalftuneError, ModelError, PlanError
 from halftune.core.files import read_text
 from halftune.hardware import Hardware
 from halftune.hardware.catalogue import CATALOGUE, lookup
@@ -25,6 +25,9 @@ from halftune.hardware.probe import probe
 from halftune.launch.command import world_size
 from halftune.plan import Plan, explain, resolve, to_dict
 from halftune.plan.duration import Pace, duration, pace_of
+
+# codes of errors about files that another machine may have
+NOT_HERE = frozenset({"model.weights_missing", "model.hub_unreachable", "data.not_found"})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Load the recipe, plan and print; exits as train would if the run does not fit or its folder is in use.
 
-    Weights that are not here do not matter to a plan for another machine.
+    What is not on this machine does not matter to a plan for another one, and is an error after the plan for this one.
+
+    Raises:
+        HalftuneError: the run is refused, or what it needs is not here and the hub is out of reach.
     """
     loaded = load_from(args)
     from halftune.cli.preflight import check_inputs, check_outcome  # late: imports NumPy
@@ -57,21 +63,24 @@ def run(args: argparse.Namespace) -> int:
     hardware = _machine(args.hardware, args.packages)
     facts = model_facts(loaded)
     plan = resolve(loaded.run, hardware, facts, world_size=args.num_processes or world_size(loaded.run, hardware))
-    finding = ""
+    missing: HalftuneError | None = None
     try:
         check_inputs(loaded, facts, here=args.hardware is None)
-    except ModelError as error:
-        if error.code != "model.weights_missing" or args.hardware is None:
+    except (DataError, ModelError) as error:
+        if error.code not in NOT_HERE:
             raise
-        finding = f"{error.where}: {error.what}: it cannot be trained here" if error.where else error.what
+        missing = error
     pace = None if args.hardware else read_pace(Path(loaded.run.training.output_dir))
     if args.json:
         print(json.dumps(to_dict(plan), indent=2, ensure_ascii=False))
         args.answered = True  # it includes whether the run fits
     else:
         print(explain(plan, footer=_time(loaded.run, plan, pace)))
-    if finding:
-        print(f"halftune plan: {finding}", file=sys.stderr)
+    if missing is not None and args.hardware is None:
+        raise missing
+    if missing is not None:
+        where = f"{missing.where}: " if missing.where else ""
+        print(f"halftune plan: {where}{missing.what}: it cannot be trained here", file=sys.stderr)
     check_outcome(loaded, plan.memory, here=args.hardware is None)
     return 0
 

@@ -41,8 +41,8 @@ def check_folders(model: ModelSection, *, weights: bool = True, thorough: bool =
         check_written(folder, thorough=thorough)
     tokenizer = folder if model.tokenizer is None else Path(model.tokenizer)
     missing = not folder.is_dir() and not model.name_or_path.startswith(BUILTIN)
-    if missing and model.tokenizer is None and not weights:  # with weights, the plan already requires it
-        config_file(model)
+    if missing and (weights or model.tokenizer is None):
+        config_file(model, catalogue=False)
     if tokenizer.is_dir():
         check_tokenizer(tokenizer)
         check_code(tokenizer, model)

@@ -21,10 +21,11 @@ _DOWNLOAD = 60.0  # timeout for a small file in seconds
 _REMEMBERED = 60  # seconds for which the hub's availability is cached
 
 
-def config_file(model: ModelSection) -> Path:
+def config_file(model: ModelSection, *, catalogue: bool = True) -> Path:
     """Return the path of a model's config.json: in its folder, or of a hub repository.
 
-    Where the hub is out of reach, or asks for a token, the numbers of well-known models come from halftune itself.
+    Where the hub is out of reach, or asks for a token, the numbers of well-known models come from halftune itself, unless
+    ``catalogue`` is False.
 
     Raises:
         ModelError: there is none.
@@ -40,7 +41,7 @@ def config_file(model: ModelSection) -> Path:
     try:
         return _from_hub(name, model.revision)
     except ModelError:
-        if model.revision is None and (known := published_config(name)) is not None:
+        if catalogue and model.revision is None and (known := published_config(name)) is not None:
             return known
         raise
 
