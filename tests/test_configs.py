@@ -7,6 +7,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+import transformers  # noqa: F401, each architecture is built here, not in a process of its own
 import yaml
 
 from halftune.cli import run_verb

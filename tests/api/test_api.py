@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -103,3 +106,24 @@ def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(block, str(page), "exec"), {})
     assert "Tesla T4" in capsys.readouterr().out
     assert Path("models/from-python/config.json").is_file()
+
+
+@pytest.mark.slow
+def test_the_notebook_runs() -> None:
+    """Each cell prints what the notebook shows, but for numbers that depend on the processor."""
+    root = Path(__file__).parents[2]
+    stored = json.loads((root / "docs" / "tutorials" / "python.ipynb").read_text(encoding="utf-8"))
+    notebook = copy.deepcopy(stored)
+    runpy.run_path(str(root / "scripts" / "notebook.py"))["run"](notebook)
+    for cell, before in zip(notebook["cells"], stored["cells"], strict=True):
+        assert [one["output_type"] for one in cell.get("outputs", ())] == [
+            one["output_type"] for one in before.get("outputs", ())
+        ]
+    (answers,) = [
+        output["data"]["text/plain"]
+        for cell in notebook["cells"]
+        for output in cell.get("outputs", ())
+        if output["output_type"] == "execute_result" and "France" in str(output["data"])
+    ]
+    assert "Paris" in "".join(answers)
+    assert Path("models/capitals/config.json").is_file()

@@ -24,8 +24,11 @@ _REMEMBERED = 60  # seconds for which the hub's availability is cached
 def config_file(model: ModelSection, *, catalogue: bool = True) -> Path:
     """Return the path of a model's config.json: in its folder, or of a hub repository.
 
-    Where the hub is out of reach, or asks for a token, the numbers of well-known models come from halftune itself, unless
-    ``catalogue`` is False.
+    Where the hub is out of reach, or asks for a token, the numbers of well-known models come from halftune itself.
+
+    Args:
+        model: names it.
+        catalogue: whether halftune's own numbers will do.
 
     Raises:
         ModelError: there is none.
