@@ -55,6 +55,14 @@ def test_named_pages_exist() -> None:
     assert not missing
 
 
+def test_named_recipes_exist() -> None:
+    missing = {}
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES):
+        named = re.findall(r"\bconfigs/[\w/]+\.(?:yaml|py)", page.read_text(encoding="utf-8"))
+        missing |= {one: name(page) for one in named if not (ROOT / one).exists() and one != "configs/x.yaml"}
+    assert not missing
+
+
 def test_every_page_is_in_the_site() -> None:
     listed = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(listed) == [page.relative_to(DOCS).as_posix() for page in PAGES]
