@@ -69,7 +69,7 @@ def hardware() -> str:
         f"| {one.model} | {one.method}, {one.adapter} | {one.hardware} | {one.memory:.1f} GiB | `{one.name}` |"
         for one in rows
     ]
-    return "\n".join(["| model | method | GPU | memory each | recipe |", "|---|---|---|---|---|", *lines])
+    return "\n".join(["| model | method | GPU | memory each, from | recipe |", "|---|---|---|---|---|", *lines])
 
 
 def _choice(plan: Plan, path: str) -> Any:

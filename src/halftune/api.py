@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -52,12 +53,22 @@ def load_config(recipe: Recipe, *overrides: str, rows: Rows | None = None) -> Lo
     """
     changes = list(overrides)
     if rows is not None:
-        lines = "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows)
+        lines = "".join(map(_line, itertools.count(), rows))
+        if not lines:
+            raise ConfigError("there are no rows", where="rows", code="data.empty")
         changes.append(f"data.train={json.dumps(str(_kept(lines, 'rows', '.jsonl')))}")
     if isinstance(recipe, Mapping):
         text = json.dumps(_with_files(recipe), indent=1, ensure_ascii=False)  # JSON is YAML
         recipe = _kept(text, "recipes", ".yaml")
     return loading.load_config(recipe, changes)
+
+
+def _line(number: int, row: Any) -> str:
+    try:
+        return json.dumps(dict(row), ensure_ascii=False) + "\n"
+    except (TypeError, ValueError) as error:
+        what = f"no mapping of texts, numbers and lists: {error}"
+        raise ConfigError(what, where=f"rows[{number}]", code="data.malformed_row") from error
 
 
 def plan(config: LoadedConfig | Recipe, *, hardware: str | None = None) -> Plan:

@@ -27,6 +27,8 @@ def failures(monkeypatch: pytest.MonkeyPatch, machine: str, tmp_path: Path, **fo
     [
         ("v100", "13.0", "12.6"),  # CUDA 13 begins with Turing
         ("p100", "13.2", "12.6"),
+        ("v100", "12.8", "12.6"),
+        ("v100", "13", "12.6"),
         ("t4", "13.0", ""),
         ("v100", "12.6", ""),
         ("b200", "12.6", "12.8"),

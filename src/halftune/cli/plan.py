@@ -14,6 +14,8 @@ import json
 import sys
 from pathlib import Path
 
+from packaging.version import InvalidVersion, Version
+
 from halftune.cli.overrides import add_config_arguments, load_from, positive
 from halftune.config.facts.of_recipe import model_facts
 from halftune.config.run import RunConfig
@@ -22,7 +24,7 @@ from halftune.core.files import read_text
 from halftune.hardware import Hardware
 from halftune.hardware.catalogue import CATALOGUE, lookup
 from halftune.hardware.probe import probe
-from halftune.launch.command import world_size
+from halftune.launch.command import processes, world_size
 from halftune.plan import Plan, explain, resolve, to_dict
 from halftune.plan.duration import Pace, duration, pace_of
 
@@ -62,7 +64,12 @@ def run(args: argparse.Namespace) -> int:
 
     hardware = _machine(args.hardware, args.packages)
     facts = model_facts(loaded)
-    plan = resolve(loaded.run, hardware, facts, world_size=args.num_processes or world_size(loaded.run, hardware))
+    if args.num_processes is None:
+        count = world_size(loaded.run, hardware)
+    else:
+        asked = loaded.run.distributed.model_copy(update={"num_processes": args.num_processes})
+        count = processes(loaded.run.model_copy(update={"distributed": asked}), hardware)
+    plan = resolve(loaded.run, hardware, facts, world_size=count)
     missing: HalftuneError | None = None
     try:
         check_inputs(loaded, facts, here=args.hardware is None)
@@ -99,10 +106,18 @@ def _machine(name: str | None, packages: list[str]) -> Hardware:
         what = "--with requires --hardware"
         raise PlanError(what, remedy="add --hardware, or install the package", code="cli.option_conflict")
     pairs = {package: version for package, _, version in (entry.partition("=") for entry in packages)}
-    if "" in pairs.values():
+    if "" in pairs or not all(map(_is_version, pairs.values())):
         what = "--with expects PACKAGE=VERSION"
         raise PlanError(what, where="--with", remedy="use for example flash-attn=2.8.3", code="cli.bad_option_value")
     return probe() if name is None else lookup(name, pairs)
+
+
+def _is_version(text: str) -> bool:
+    try:
+        Version(text)
+    except InvalidVersion:
+        return False
+    return True
 
 
 def _time(config: RunConfig, plan: Plan, pace: Pace | None) -> list[str]:

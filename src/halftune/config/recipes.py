@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -26,7 +25,7 @@ class Recipe:
         method: such as ``dpo``.
         adapter: such as ``lora``; ``none`` trains all weights. With ``+ nf4`` and the like if weights are quantised.
         hardware: a machine of the catalogue that it is planned for; ``cpu`` where the file names none.
-        memory: GiB per device, as planned there; 0 where the file does not say.
+        memory: GiB per device that it needs at least, as planned there with checkpointing; 0 where the file is silent.
         run: where it was run; empty: nowhere that the file names.
     """
 
@@ -58,14 +57,15 @@ def find(path: Path) -> Path:
     Args:
         path: as in ``tiny/dpo.yaml``; ``configs/`` in front, the folder and ``.yaml`` may be left out.
     """
-    if os.path.exists(path):
+    if path.is_file():
         return path
     return named(path.as_posix()) or path
 
 
 def named(name: str) -> Path | None:
     """The shipped recipe of a name as in :func:`find`, or None."""
-    known, name = recipes(), name.removeprefix(f"{FOLDER}/").removesuffix(".yaml") + ".yaml"
+    name = name.removeprefix(f"{FOLDER}/").removesuffix(".yaml").removesuffix(".yml") + ".yaml"
+    known = recipes()
     by_file = {file.name: file for file in known.values()}
     return known.get(name) or by_file.get(name)
 
@@ -88,9 +88,11 @@ def described(name: str, path: Path) -> Recipe:
 
 
 def beside(path: Path) -> list[Path]:
-    """The Python files that a shipped recipe names."""
+    """The Python files and the recipes that a shipped recipe names as its own or to be trained first."""
     text = path.read_text(encoding="utf-8")
-    return [file for file in sorted(path.parent.glob("*.py")) if re.search(rf"\b{re.escape(file.name)}\b", text)]
+    first = read_written(text).get("depends_on", [])
+    scripts = [file for file in sorted(path.parent.glob("*.py")) if re.search(rf"\b{re.escape(file.name)}\b", text)]
+    return [*scripts, *(path.parent / name for name in ([first] if isinstance(first, str) else first))]
 
 
 def _kind(section: str | Mapping[str, Any]) -> str:

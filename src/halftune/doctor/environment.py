@@ -38,7 +38,7 @@ OPTIONAL = {
 REQUIRED = ("transformers", "peft", "accelerate", "datasets", "safetensors")
 # CUDA major that torch was built for → lowest driver (Linux): table 2 of the CUDA toolkit's release notes
 LOWEST_DRIVER = {11: 450, 12: 525, 13: 580}
-# CUDA's release notes: 13.0 has no compiler for devices before Turing, those before 12.8 none for Blackwell
+# torch's wheels of CUDA 12.8 and later have no code for devices before Turing, those before 12.8 none for Blackwell
 _TURING, _BLACKWELL, _CUDA_OF_BLACKWELL = (7, 5), (10, 0), (12, 8)
 _LITTLE_DISK = 10 * 2**30
 _TIMEOUT_S = 3.0
@@ -127,12 +127,12 @@ def _devices_of_build(hardware: Hardware, cuda: str | None) -> Iterator[Check]:
     """Whether torch's CUDA has code for each device."""
     if cuda is None:
         return
-    version = tuple(map(int, cuda.split(".")[:2]))
+    version = tuple(map(int, f"{cuda}.0".split(".")[:2]))
     for device in dict.fromkeys(hardware.devices):
         if device.kind != "cuda" or device.capability is None:
             continue
         what = f"torch's CUDA {cuda} has no code for {device.name}"
-        if version >= (13, 0) and device.capability < _TURING:
+        if version >= _CUDA_OF_BLACKWELL and device.capability < _TURING:
             yield Check("torch", "fail", what, "install torch built for CUDA 12.6")
         if version < _CUDA_OF_BLACKWELL and device.capability >= _BLACKWELL:
             yield Check("torch", "fail", what, "install torch built for CUDA 12.8 or newer")
@@ -153,6 +153,8 @@ def _ranges() -> Iterator[Check]:
             wrong[f"{requirement.name}{requirement.specifier}"] = f"{requirement.name} {version}"
     if wrong:
         remedy = "pip install " + " ".join(f'"{one}"' for one in wrong)
+        if any(one.startswith("torch") for one in wrong) and torch_cuda():
+            remedy += f", with the index of torch's builds for CUDA {torch_cuda()}"
         yield Check("versions", "fail", f"not supported: {', '.join(wrong.values())}", remedy)
 
 

@@ -123,10 +123,21 @@ _GUARD = {
 }
 
 
+# what per_device_train_batch_size counts, where it is not rows
+_COUNTED = {
+    **dict.fromkeys(("dpo", "simpo", "orpo", "cpo", "reward"), "pairs"),
+    "kto": "groups of answers",
+    "grpo": "prompts with all their answers",
+}
+
+
 def _batch(plan: Plan) -> list[Row]:
     batch = plan.batch
     padded = not batch.packing.value
-    forward = f"{batch.micro_batch} rows" if batch.tokens_per_batch is None else f"{batch.tokens_per_batch:,} tokens"
+    counted = _COUNTED.get(plan.method.name.value, "rows")
+    forward = (
+        f"{batch.micro_batch} {counted}" if batch.tokens_per_batch is None else f"{batch.tokens_per_batch:,} tokens"
+    )
     if batch.tokens_per_batch is not None and not padded:
         forward = f"{batch.micro_batch} rows (that is what {batch.tokens_per_batch:,} tokens hold)"
     split = f"{forward} × {batch.accumulation} × {batch.world_size}"
