@@ -15,6 +15,7 @@ import argparse
 import json
 import shutil
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 
 from halftune.config.recipes import Recipe, beside, described, named, recipes
