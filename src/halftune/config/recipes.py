@@ -25,7 +25,7 @@ class Recipe:
         method: such as ``dpo``.
         adapter: such as ``lora``; ``none`` trains all weights. With ``+ nf4`` and the like if weights are quantised.
         hardware: a machine of the catalogue that it is planned for; ``cpu`` where the file names none.
-        memory: GiB per device that it needs at least, as planned there with or without checkpointing; 0 where it says none.
+        memory: GiB per device that it needs at least, planned there with or without checkpointing; 0: none is named.
         run: where it was run; empty: nowhere that the file names.
     """
 
