@@ -9,12 +9,14 @@ import ast
 import io
 import json
 import os
+import runpy
 import sys
 import tempfile
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+VALUE = "_value_of_cell"
 NOTEBOOK = Path(__file__).resolve().parent.parent / "docs" / "tutorials" / "python.ipynb"
 
 
@@ -24,7 +26,7 @@ def run(notebook: dict[str, Any]) -> None:
     Raises:
         Exception: of a cell.
     """
-    names: dict[str, Any] = {"__name__": "__main__"}
+    names = dict[str, Any]()
     number = 0
     for cell in notebook["cells"]:
         if cell["cell_type"] != "code":
@@ -44,11 +46,15 @@ def run(notebook: dict[str, Any]) -> None:
 
 
 def _value(source: str, names: dict[str, Any]) -> Any:
-    """Execute a cell; the value of its last line, if that is an expression."""
+    """Run a cell; the value of its last line, if that is an expression."""
     tree = ast.parse(source)
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    exec(compile(tree, "<cell>", "exec"), names)
-    return None if last is None else eval(compile(ast.Expression(last.value), "<cell>", "eval"), names)
+    if tree.body and isinstance(tree.body[-1], ast.Expr):
+        tree.body[-1] = ast.Assign([ast.Name(VALUE, ast.Store())], tree.body[-1].value)
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write(ast.unparse(ast.fix_missing_locations(tree)))
+        file.flush()
+        names.update(runpy.run_path(file.name, init_globals=names, run_name="__main__"))
+    return names.pop(VALUE, None)
 
 
 def main() -> None:
