@@ -69,7 +69,7 @@ _SAID: dict[str, dict[str, Any]] = {
     "glm5_next": {"linear_num_heads": 2},
     "bamba": {"attn_layer_indices": [9, 18, 27]},
     "granitemoehybrid": {"layer_types": ["linear_attention" if n % 8 else "full_attention" for n in range(32)]},
-    **{key: {"head_dim": 128} for key in ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl")},
+    **{key: {"head_dim": 128} for key in ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl", "ministral", "nemotron")},
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2, "first_k_dense_replace": 1},
     "deepseek_v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
 }

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, VeraConfig
 from transformers import PreTrainedModel
 
 try:
@@ -73,6 +73,8 @@ def for_plain_peft(adapted: PeftModel) -> LoraConfig:
     """
     config: Any = copy.deepcopy(adapted.peft_config["default"])
     base: Any = adapted.get_base_model()
+    if isinstance(config, VeraConfig):  # its matrices are as wide as the widest target: towers, too, have a q_proj
+        config.target_modules = sorted(adapted.base_model.targeted_module_names)  # type: ignore[arg-type,union-attr]
     if not isinstance(config, LoraConfig) or not rewrites(base):
         return config
     modules: list[str] = sorted(adapted.base_model.targeted_module_names)  # type: ignore[arg-type,union-attr]
