@@ -82,6 +82,11 @@ def default_config(kind: str) -> Any:
     if text is config:
         return CONFIG_MAPPING[kind](**said)
     text.update(said)
+    for part in filter(None, (getattr(config, name, None) for name in config.sub_configs)):
+        # the default widths of both do not fit together; Qwen2-VL calls that of the text hidden_size
+        for name in (*_WIDTH_OF_TEXT, *["hidden_size"] * (kind == "qwen2_vl")):
+            if part is not text and hasattr(part, name):
+                setattr(part, name, text.hidden_size)
     return config
 
 
