@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, VeraConfig
+from peft import LoraConfig, PeftConfig, PeftModel, VeraConfig
 from transformers import PreTrainedModel
 
 try:
@@ -65,7 +65,7 @@ def unchanged_targets() -> Iterator[None]:
         conversion.convert_peft_config_for_transformers = original
 
 
-def for_plain_peft(adapted: PeftModel) -> LoraConfig:
+def for_plain_peft(adapted: PeftModel) -> PeftConfig:
     """The adapter's config in a form that plain peft, with its rewriting, maps to the adapted modules.
 
     Linear layers with names of experts become ``target_parameters``: peft then adds B·A to their weight, which is the
