@@ -117,6 +117,14 @@ def test_float8_products_take_their_own_rate(tmp_path: Path, llama: Any) -> None
     assert f"{LAYERS} feed-forward layers" in found.recorded.fused
 
 
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2": ("qwen2", {}, {"adapter": {"type": "none"}}),
     "qwen3": (
@@ -126,6 +134,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "gemma": ("gemma", {}, {"data": {"train": "builtin:python-docs", "max_length": T, "packing": False}}),
     "mistral": ("mistral", {"sliding_window": 128}, {}),
+    "llama3": (
+        "llama",
+        {"rope_parameters": LLAMA3_ROPE},
+        {},
+    ),  # its frequencies are computed and copied when it is made
     "qwen3_next": (
         "qwen3_next",
         {

@@ -80,7 +80,7 @@ def test_a_merge_that_goes_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.
     from peft.tuners.lora import Linear
 
     if magnifies:
-        usual = forward_bound("fp32", 2) / 1e3
+        usual = forward_bound("fp32", 2) / 50
         monkeypatch.setattr("halftune.model.merge.forward_bound", lambda stored, _: usual if stored == "fp32" else 1.0)
     folder = checkpoint(tmp_path / "model")
     adapter = trained_adapter(folder, KINDS["lora"], tmp_path / "final")

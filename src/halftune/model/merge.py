@@ -173,15 +173,17 @@ def _check_merged(merged: PreTrainedModel, ids_BT: torch.Tensor, expected_BTV: t
     """Check the logits in fp32 and return the bound; where they exceed the usual one, what rounding does to this model.
 
     Some models magnify the last bit more than others. Measured on small models, merging moves the logits by 0.7 to 2.4
-    times what an error of the last bit in every module's output does; 8 times are accepted.
+    times what an error of the last bit in every module's output does; 8 times are accepted, and 16 times the usual
+    bound at most: where a router chooses other experts for the last bit, anything would be explained.
 
     Raises:
         ModelError: they differ by more than rounding explains.
     """
-    actual_BTV, bound = _logits(merged, ids_BT), forward_bound("fp32", _depth(merged))
-    if _apart(actual_BTV, expected_BTV) > bound:
+    actual_BTV, usual = _logits(merged, ids_BT), forward_bound("fp32", _depth(merged))
+    bound = usual
+    if _apart(actual_BTV, expected_BTV) > usual:
         with _rounded_outputs(merged):
-            bound = max(bound, 8 * _apart(_logits(merged, ids_BT), actual_BTV))
+            bound = min(16 * usual, max(usual, 8 * _apart(_logits(merged, ids_BT), actual_BTV)))
     _check_forward(actual_BTV, expected_BTV, "fp32", bound)
     return bound
 

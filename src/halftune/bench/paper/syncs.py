@@ -42,7 +42,7 @@ def sync_of(func: Any, args: Any, kwargs: dict[str, Any]) -> str:
         return _copy_waits(args[0], kwargs.get("device"), non_blocking=bool(kwargs.get("non_blocking")))
     if func is aten.copy_.default:
         non_blocking = bool(kwargs.get("non_blocking")) or args[2:3] == (True,)
-        return _copy_waits(args[1], args[0].fake_device, non_blocking=non_blocking)
+        return _copy_waits(args[1], device_of(args[0]), non_blocking=non_blocking)
     if not any(on_gpu(arg) for arg in args if isinstance(arg, torch.Tensor)):
         return ""
     if func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:

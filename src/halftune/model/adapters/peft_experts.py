@@ -69,7 +69,8 @@ def for_plain_peft(adapted: PeftModel) -> PeftConfig:
     """The adapter's config in a form that plain peft, with its rewriting, maps to the adapted modules.
 
     Linear layers with names of experts become ``target_parameters``: peft then adds B·A to their weight, which is the
-    same function of the same tensors. It has no dropout, which a finished adapter does not need.
+    same function of the same tensors. It has no dropout, which a finished adapter does not need. VeRA names whole
+    modules.
     """
     config: Any = copy.deepcopy(adapted.peft_config["default"])
     base: Any = adapted.get_base_model()
