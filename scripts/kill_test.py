@@ -3,10 +3,10 @@
     python scripts/kill_test.py                     100 kills over the whole matrix, one process
     python scripts/kill_test.py --kills 20 --ways end start
     python scripts/kill_test.py --methods           every training method
-    python scripts/kill_test.py --methods --commands --kills 22     each sitting is a `halftune train` of its own
+    python scripts/kill_test.py --methods --commands --kills 22     each launch is a `halftune train` of its own
     python scripts/kill_test.py --processes 2 --kills 20 --case fsdp2-full     one of two: FSDP2 full and LoRA, DDP
 
-Every case is trained once without a kill. Then its run folder is started again and again, and in each sitting one
+Every case is trained once without a kill. Then its run folder is started again and again, and in each launch one
 process is killed in one of these ways:
 
     time    at a random time
@@ -17,7 +17,7 @@ process is killed in one of these ways:
     answer  while the model samples an answer, before a random token (methods that train on its answers)
 
 Other processes have to end by themselves. After every kill the newest checkpoint must be valid, and no older than
-before. The last sitting may finish. Final weights, the last checkpoint and every number of metrics.jsonl but times and
+before. The last launch may finish. Final weights, the last checkpoint and every number of metrics.jsonl but times and
 memory must be bit for bit those of the uninterrupted run, and the report must say that the run is finished.
 
 Sittings are forks of one process that has imported everything, so that a kill costs less than a second. The cache
@@ -61,7 +61,7 @@ FINISHED = "finished before it could be killed"
 CALLS, CALLS_OF_OTHERS = {"call": 80, "start": 20, "end": 24}, 12
 ANSWER = "answer"
 WAYS = ("time", "save", *CALLS, ANSWER)
-TOKENS = 60  # of a sitting's answers, before one of which the process is killed
+TOKENS = 60  # of a launch's answers, before one of which the process is killed
 PACE = 0.03  # seconds that a step is made to last, so that random times fall into all of its parts
 PATIENCE = 30.0  # seconds in which processes have to notice that another one is gone; torchrun gives them as many
 
@@ -96,12 +96,12 @@ class Case:
         return WAYS if self.loaded.run.method.samples_answers else WAYS[:-1]
 
     def clear(self) -> None:
-        """Removes what its sittings have left, and what is known of the reference."""
+        """Removes what its launches have left, and what is known of the reference."""
         for folder in (self.folder, self.cache / "reference"):
             shutil.rmtree(folder, ignore_errors=True)
 
-    def sitting(self, prepare: Callable[[], None] = lambda: None, victim: int = 0) -> list[int]:
-        """Forks the processes of a sitting; ``prepare`` is called in one of them."""
+    def launch(self, prepare: Callable[[], None] = lambda: None, victim: int = 0) -> list[int]:
+        """Forks the processes of a launch; ``prepare`` is called in one of them."""
 
         def work(rank: int) -> int:
             os.environ["HALFTUNE_CACHE"] = str(self.cache)
@@ -126,14 +126,14 @@ class Case:
         return fork_ranks(self.processes, work, self.journal)
 
     def finish(self) -> None:
-        """A sitting that nobody disturbs.
+        """A launch that nobody disturbs.
 
         Raises:
             SystemExit: it fails.
         """
-        codes = wait(self.sitting(), 600.0)
+        codes = wait(self.launch(), 600.0)
         if set(codes) != {0}:
-            raise SystemExit(f"{self.name}: the last sitting left with {codes}, see {self.journal}")
+            raise SystemExit(f"{self.name}: the last launch left with {codes}, see {self.journal}")
 
 
 def slow_down() -> None:
@@ -215,16 +215,16 @@ def wait(children: Sequence[int], seconds: float) -> list[int | None]:
 
 
 def one_kill(case: Case, way: str, seconds: float, numbers: random.Random) -> str:
-    """A sitting in which one process is killed; says where it was, by what it has left."""
+    """A launch in which one process is killed; says where it was, by what it has left."""
     victim = numbers.randrange(case.processes)
     if way == ANSWER:
-        children = case.sitting(kill_at_token(numbers.randint(1, TOKENS)), victim)
+        children = case.launch(kill_at_token(numbers.randint(1, TOKENS)), victim)
     elif way in CALLS:
         last = CALLS_OF_OTHERS if victim else CALLS[way]
         prepare = kill_at_call(numbers.randint(1, last), in_the_end=way == "end")
-        children = case.sitting(prepare, victim)
+        children = case.launch(prepare, victim)
     else:
-        children = case.sitting()
+        children = case.launch()
         until, nth, seen = time.monotonic() + numbers.uniform(0.2, 0.8) * seconds, numbers.randint(1, 2), set[str]()
         while time.monotonic() < until if way == "time" else len(seen) < nth:
             seen |= {path.name for path in case.folder.glob(".checkpoint-*.writing")}

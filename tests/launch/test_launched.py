@@ -190,7 +190,7 @@ def by_accelerate(place: Path, name: str) -> None:
 
 
 def test_a_job_that_is_ended_says_how_and_goes_on_by_accelerate(place: Path, undisturbed: Path) -> None:
-    """One run: each sitting goes on from what the one before has left."""
+    """One run: each launch goes on from what the one before has left."""
     name, folder = "ended", place / "ended"
 
     # A process is told to end: it is named, and the job is not started again, which is for failures.

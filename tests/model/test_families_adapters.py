@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from tiny_model import plan, section
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -17,6 +18,7 @@ from halftune.config.sections.model import LoraAdapter, NoAdapter
 from halftune.core.errors import ConfigError
 from halftune.hardware.catalogue import lookup
 from halftune.model.adapters import attach_adapter
+from halftune.model.adapters.peft_experts import not_loaded_by_peft
 from halftune.model.architectures import no_progress_bars
 from halftune.model.load import load_model
 from halftune.model.patch import current_guard
@@ -44,6 +46,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 256, "n_positions": 64},
     "opt": {**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 64},
     "qwen3": {**SMALL, "head_dim": 16},
+    "laguna": {
+        **SMALL,
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
     "olmoe": {**SMALL, "num_experts": 4, "num_experts_per_tok": 2},
     "cohere2": {**SMALL, "head_dim": 16},
     "phi": {**SMALL, "qk_layernorm": True},
@@ -128,3 +138,13 @@ def test_a_model_without_attention_is_planned_loaded_and_trained(tmp_path: Path,
     model = attach_adapter(load_model(config.model, made), config.adapter, made, 0)
     check_dtypes(model, made.precision)
     step(model, made)
+
+
+@pytest.mark.parametrize(("kind", "whole"), [("laguna", False), ("olmoe", True), ("qwen3", True)])
+def test_tensors_that_peft_would_leave_out_are_known(tmp_path: Path, kind: str, whole: bool) -> None:
+    model: Any = attach_adapter(load_model(section(model_of(kind, tmp_path)), plan()), LoraAdapter(rank=2), plan(), 0)
+    stored = {name: torch.ones_like(tensor) for name, tensor in get_peft_model_state_dict(model).items()}
+    set_peft_model_state_dict(model, stored)
+    left_out = [name for name, tensor in get_peft_model_state_dict(model).items() if not tensor.eq(1).all()]
+    assert not_loaded_by_peft(model) == sorted(left_out)
+    assert whole == (not left_out)

@@ -1,4 +1,4 @@
-"""Several things at once over several sittings: what counts, what is kept and what is asked must survive each end."""
+"""Several things at once over several launches: what counts, what is kept and what is asked must survive each end."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def send(number: signal.Signals) -> Callable[[], None]:
 
 
 def killed_before(number: int, loaded: Any, plan: Any) -> None:
-    """A sitting, in a process of its own, that kill -9 ends before a step."""
+    """A launch, in a process of its own, that kill -9 ends before a step."""
     process = os.fork()
     if process == 0:
         try:

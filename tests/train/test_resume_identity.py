@@ -1,4 +1,4 @@
-"""What may change between two sittings of a run, and what happens: the table in docs/reference/resume.md."""
+"""What may change between two launches of a run, and what happens: the table in docs/reference/resume.md."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_a_rerun_of_a_run_that_names_no_inputs_says_so(recipe, place: Place, tmp
     assert "not compared" in caplog.text
 
 
-def test_the_date_of_a_template_is_that_of_the_first_sitting(recipe, place: Place, monkeypatch, tmp_path: Path) -> None:
+def test_the_date_of_a_template_is_that_of_the_first_launch(recipe, place: Place, monkeypatch, tmp_path: Path) -> None:
     class Clock(date):
         now = "2031-03-01"
 

@@ -248,7 +248,7 @@ def test_going_on_with_other_data_is_refused(recipe, rows_file: Path, tmp_path: 
     train(*recipe(*settings, "training.max_steps=2"))
     mine.write_text("".join(reversed(rows)))
 
-    def content() -> dict[str, bytes]:  # but status.json, which tells of the last sitting
+    def content() -> dict[str, bytes]:  # but status.json, which tells of the last launch
         files = (path for path in (tmp_path / "run").iterdir() if path.is_file() and path.name != "status.json")
         return {path.name: path.read_bytes() for path in files}
 

@@ -103,7 +103,7 @@ def test_a_pid_that_another_process_has_now_is_not_the_run(run: Path, process: s
 
 
 def test_a_run_that_has_not_spoken_yet_is_starting(run: Path, process: subprocess.Popen[bytes]) -> None:
-    status(run, GONE.pid, state="failed", phase="training", error="of an earlier sitting")
+    status(run, GONE.pid, state="failed", phase="training", error="of an earlier launch")
     started(run, process.pid)
     assert look(run).state == "starting"
     note_stop(run, time.time())
@@ -141,7 +141,7 @@ def test_a_death_without_a_last_word(run: Path, code: int, memory: bool, end: st
     assert (seen.state, seen.end, seen.cause) == ("died", end, cause)
 
 
-def test_the_last_word_of_this_sitting_counts_and_not_that_of_another(run: Path) -> None:
+def test_the_last_word_of_this_launch_counts_and_not_that_of_another(run: Path) -> None:
     status(run, GONE.pid, state="failed", error="the disk is full")
     started(run, GONE, code=5)
     assert look(run).cause == "the disk is full"

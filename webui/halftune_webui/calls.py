@@ -54,7 +54,7 @@ class WebUI(gr.Blocks):
         return [answer.get(place, skip) for place in range(len(outputs))]
 
 
-def told(event: gr.EventData, **kinds: type) -> list[Any]:
+def event_values(event: gr.EventData, **kinds: type) -> list[Any]:
     """What the page's own script tells with an event, by name.
 
     Raises:
@@ -62,7 +62,7 @@ def told(event: gr.EventData, **kinds: type) -> list[Any]:
     """
     try:
         values = [getattr(event, name) for name in kinds]
-    except (AttributeError, TypeError):  # nothing was told at all
+    except (AttributeError, TypeError):  # the event has no data
         raise refused(f"an event without {', '.join(kinds)}") from None
     if not all(map(isinstance, values, kinds.values())):
         raise refused(f"an event with {values!r}")
@@ -70,7 +70,7 @@ def told(event: gr.EventData, **kinds: type) -> list[Any]:
 
 
 def refused(what: str) -> gr.Error:
-    """The error for such a call, which has been told to the terminal."""
+    """The error for such a call, which is written to the terminal."""
     short = what if len(what) <= _LONGEST else f"{what[:_LONGEST]}…"
     log.warning("refused a call that this page does not make: %s", short.replace("\n", " "))
     return gr.Error(short, print_exception=False)

@@ -30,12 +30,12 @@ class Phrases:
         """The sentence in the reader's language; what is not known of it stays."""
         if not self.table or len(text) > _LONGEST:
             return text
-        told = self._known.get(text)
-        if told is None:
+        known = self._known.get(text)
+        if known is None:
             if len(self._known) > _MOST:  # numbers and names differ from recipe to recipe
                 self._known.clear()
-            told = self._known[text] = self._told(text, _DEEPEST)
-        return told
+            known = self._known[text] = self._translated(text, _DEEPEST)
+        return known
 
     def match(self, text: str) -> tuple[str, dict[str, str]] | None:
         """The key of the sentence that makes a text, and its pieces."""
@@ -44,11 +44,11 @@ class Phrases:
                 return key, found.groupdict()
         return None
 
-    def _told(self, text: str, deep: int) -> str:
+    def _translated(self, text: str, deep: int) -> str:
         if not deep or (found := self.match(text)) is None:
             return text
         key, pieces = found
-        return _PIECE.sub(lambda mark: self._told(pieces[mark[1]], deep - 1), self.table[key])
+        return _PIECE.sub(lambda mark: self._translated(pieces[mark[1]], deep - 1), self.table[key])
 
     @cached_property
     def _shapes(self) -> list[tuple[re.Pattern[str], str]]:

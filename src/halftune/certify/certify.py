@@ -38,7 +38,7 @@ _PACKAGES = ("halftune", "torch", "transformers", "peft")
 
 
 def certify(
-    section: ModelSection, hardware: Hardware, *, kill: bool = True, told: Callable[[Line], None] = lambda _: None
+    section: ModelSection, hardware: Hardware, *, kill: bool = True, report: Callable[[Line], None] = lambda _: None
 ) -> Certificate:
     """Try every promise on a model type, without its weights.
 
@@ -46,7 +46,7 @@ def certify(
         section: the model: its config.json, tokenizer and chat template are read.
         hardware: formats and methods are planned for it.
         kill: whether the run that is resumed is killed in a process of its own.
-        told: called with each line as soon as it is known.
+        report: called with each line as soon as it is known.
 
     Raises:
         ModelError: there is no such model, or halftune does not train its type.
@@ -56,7 +56,7 @@ def certify(
     with tempfile.TemporaryDirectory(prefix="halftune-certify-") as scratch, no_progress_bars(), silent():
         for line in _lines(section, hardware, facts, Path(scratch), kill=kill):
             lines.append(line)
-            told(line)
+            report(line)
     versions = {name: version_of(name) or "" for name in _PACKAGES}
     machine = hardware.devices[0].name if hardware.devices else hardware.kind
     seconds = round(time.monotonic() - began, 1)

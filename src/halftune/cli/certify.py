@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
     own = sys.stdout
     with redirect_stdout(sys.stderr), unwound_by_signals():  # a model's code may print
-        found = certify(section, hardware, told=(lambda line: None) if args.json else partial(_print, own))
+        found = certify(section, hardware, report=(lambda line: None) if args.json else partial(_print, own))
     if args.json:
         print(json.dumps(found.to_dict(), indent=2, ensure_ascii=False))
     else:

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from halftune.core import log
 from halftune.core.optional import quick_imports
 from halftune.core.signals import unwound_by_signals
-from halftune.core.status import StatusFile, told
+from halftune.core.status import StatusFile, reported
 from halftune.train.checkpoint_list import STATE
 
 
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     """Open the run and plan without torch, then merge, verify and write."""
     if args.status is None:
         return _export(args, None)
-    with told(StatusFile(args.status)) as status:
+    with reported(StatusFile(args.status)) as status:
         return _export(args, status)
 
 

@@ -113,7 +113,7 @@ class StatusFile:
 
 
 @contextmanager
-def told(file: StatusFile) -> Iterator[StatusFile]:
+def reported(file: StatusFile) -> Iterator[StatusFile]:
     """Report a block's state: running, then finished, stopped or failed with its error."""
     file.tell(phase="starting")
     try:

@@ -145,7 +145,7 @@ def _doubtful(facts: ModelFacts, trust_remote_code: bool) -> str:
         return f"{facts.model_type} chooses the tokens that attention sees from the whole row (index_topk)"
     if facts.family.positions == "learned" or facts.linear_layers:  # a state knows the order of its tokens
         return ""
-    told = any(key.startswith(("rope", "rotary", "partial_rotary_factor")) for key in text)
-    if not told and facts.family.positions != "rotary":  # configs from before RoPE could be chosen do not name it
+    stated = any(key.startswith(("rope", "rotary", "partial_rotary_factor")) for key in text)
+    if not stated and facts.family.positions != "rotary":  # configs from before RoPE could be chosen do not name it
         return f"{facts.model_type}'s positions are not known to be rotary"
     return ""

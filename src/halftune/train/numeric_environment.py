@@ -77,7 +77,7 @@ VARIABLES = (  # of the libraries; they change the format of products, or the or
 
 
 def numeric_environment(run: TrainState) -> dict[str, str]:
-    """Name → value, of this sitting; a checkpoint holds it."""
+    """Name → value, of this launch; a checkpoint holds it."""
     versions = {name: version_of(name) or "none" for name in PACKAGES}
     found = {"halftune": __version__, "python": platform.python_version(), **versions}
     found |= {"device": run.device.type, "compute": run.plan.precision.compute.value}

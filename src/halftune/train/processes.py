@@ -161,10 +161,10 @@ def check_agreed(accelerator: Accelerator, what: str, value: str) -> None:
         return
     barrier(accelerator.num_processes)  # one may have read its weights from a slower disk
     everybody = gather_object([value])
-    strangers = [rank for rank, other in enumerate(everybody) if other != everybody[0]]
-    if strangers:
+    differing = [rank for rank, other in enumerate(everybody) if other != everybody[0]]
+    if differing:
         raise PlanError(
-            f"rank {strangers[0]} has another {what} than rank 0 ({everybody[strangers[0]][:12]}, {everybody[0][:12]})",
+            f"rank {differing[0]} has another {what} than rank 0 ({everybody[differing[0]][:12]}, {everybody[0][:12]})",
             remedy="make it the same on all machines",
             code="launch.settings_differ",
         )

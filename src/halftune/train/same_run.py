@@ -12,7 +12,7 @@ from halftune.core.errors import ConfigError
 from halftune.core.files import MOST_JSON, open_file
 from halftune.core.packaged import read_written
 
-# Keys that may change between two sittings of one run: they do not touch what is computed.
+# Keys that may change between two launches of one run: they do not touch what is computed.
 LENGTH = ("training.num_train_epochs", "training.max_steps")
 HARMLESS = {
     *LENGTH,

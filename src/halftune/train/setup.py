@@ -22,6 +22,7 @@ from halftune.core.log import get_logger
 from halftune.data.pipeline import PreparedData, TokenizedSplit, prepare
 from halftune.methods import make_method
 from halftune.model.adapters import attach_adapter
+from halftune.model.adapters.peft_experts import not_loaded_by_peft
 from halftune.model.architectures import is_multimodal, read_config
 from halftune.model.fused import fuse
 from halftune.model.load import load_model
@@ -205,6 +206,9 @@ def place_model(
     model, lazy = make_model(config, plan, first_weights(resume_from, config.adapter))
     check_tokens(model, tokenizer, data)
     check_dtypes(model, plan.precision)
+    if left := not_loaded_by_peft(model):
+        what = "peft alone would not load %d tensors of this adapter (%s …), which it renames: use `halftune export`"
+        log.warning(what, len(left), left[0])
     if plan.precision.linear is not None:
         from halftune.model.float8 import round_to_float8  # few runs have float8 weights
 

@@ -64,26 +64,28 @@ def _begin() -> bool:
 
 
 def _uses() -> list[Use]:
-    handles = [_told(lambda at=at: pynvml.nvmlDeviceGetHandleByIndex(at)) for at in range(pynvml.nvmlDeviceGetCount())]
+    handles = [
+        _or_none(lambda at=at: pynvml.nvmlDeviceGetHandleByIndex(at)) for at in range(pynvml.nvmlDeviceGetCount())
+    ]
     return [_use(handle) for handle in handles if handle is not None]
 
 
 def _use(handle: Any) -> Use:
-    name = _told(lambda: pynvml.nvmlDeviceGetName(handle))
-    memory = _told(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle))
-    rates = _told(lambda: pynvml.nvmlDeviceGetUtilizationRates(handle))
-    power = _told(lambda: pynvml.nvmlDeviceGetPowerUsage(handle))
+    name = _or_none(lambda: pynvml.nvmlDeviceGetName(handle))
+    memory = _or_none(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle))
+    rates = _or_none(lambda: pynvml.nvmlDeviceGetUtilizationRates(handle))
+    power = _or_none(lambda: pynvml.nvmlDeviceGetPowerUsage(handle))
     return Use(
         name=name.decode() if isinstance(name, bytes) else str(name or ""),
         used=None if memory is None else int(memory.used),
         total=None if memory is None else int(memory.total),
         busy=None if rates is None else int(rates.gpu),
         watts=None if power is None else power / 1000,  # of milliwatts
-        celsius=_told(lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
+        celsius=_or_none(lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
     )
 
 
-def _told(ask: Callable[[], Any]) -> Any:
+def _or_none(ask: Callable[[], Any]) -> Any:
     """An answer, or None: parts of a device (MIG) and some drivers do not tell everything."""
     try:
         return ask()

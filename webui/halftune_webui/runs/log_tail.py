@@ -14,7 +14,7 @@ from halftune.train.report.series import is_number
 from halftune_webui.runs.started import CONSOLE, folder_of
 
 METRICS, TRAIN_LOG = "metrics.jsonl", "train.log"
-MARK = "=== "  # begins the line that a supervisor writes before each sitting
+MARK = "=== "  # begins the line that a supervisor writes before each launch
 _BYTES = 65_536
 _TERMINAL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _OURS = re.compile(r"^halftune( \w+)?: ")
@@ -41,14 +41,14 @@ def log_tail(run: Path, lines: int = 60) -> str:
 
 
 def root_cause(run: Path) -> str:
-    """The last error that a run printed in its latest sitting; empty where it printed none."""
+    """The last error that a run printed in its latest launch; empty where it printed none."""
     return cause_in(tail(folder_of(run) / CONSOLE, root=run))
 
 
 def cause_in(console: str) -> str:
     """The sentence of halftune's own error, else the last line that is none of its log."""
-    _, mark, sitting = f"\n{console}".rpartition(f"\n{MARK}")
-    lines = [line for line in _shown(sitting)[1 if mark else 0 :] if line.strip()]
+    _, mark, launch = f"\n{console}".rpartition(f"\n{MARK}")
+    lines = [line for line in _shown(launch)[1 if mark else 0 :] if line.strip()]
     for line in reversed(lines):
         if own := _OURS.match(line):
             return line[own.end() :]

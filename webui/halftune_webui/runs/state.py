@@ -39,7 +39,7 @@ class RunState:
         step, total: steps done, and in all (0: not known).
         seconds_left: at the pace so far, or None.
         loss: the last one; None where there is none yet.
-        began: Unix time of the begin of its latest sitting (of the wish, while it waits).
+        began: Unix time of the begin of its latest launch (of the wish, while it waits).
         end: how it died where it had no last word: ``killed | killed_memory | crashed | restarted | vanished``.
         cause: the last error in words, or what cannot be read; the signal's name of a crash.
         model, precision: what is trained, and the computing format, where a plan has been made.

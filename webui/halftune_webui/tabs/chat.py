@@ -15,7 +15,7 @@ from gradio.context import Context as Blocks
 
 from halftune.config.sections.training import GenerationSection
 from halftune.core.errors import HalftuneError
-from halftune_webui.calls import refused, told
+from halftune_webui.calls import event_values, refused
 from halftune_webui.context import Context
 from halftune_webui.runs import launch
 from halftune_webui.runs.chat import Chat
@@ -97,7 +97,7 @@ def _wire(context: Context, run: gr.Dropdown, chat: gr.HTML, system: gr.Textbox,
         yield from _serve(context, chats, str(request.session_hash), _question(event, prompt or "", values))
 
     def done(request: gr.Request, event: gr.EventData) -> Any:
-        page, (act,) = str(request.session_hash), told(event, act=str)
+        page, (act,) = str(request.session_hash), event_values(event, act=str)
         if act == "stop" and (open_chat := chats.of.get(page)):
             open_chat.stop()
         if act == "free" and (open_chat := chats.of.get(page)):
@@ -138,7 +138,7 @@ class _Asked:
 
 def _question(event: gr.EventData, prompt: str, values: Sequence[float]) -> _Asked:
     """What a page asks, with the system prompt and the values of the sliders."""
-    act, number, name, conversations = told(event, act=str, number=int, run=str, conversations=dict)
+    act, number, name, conversations = event_values(event, act=str, number=int, run=str, conversations=dict)
     start = [{"role": "system", "content": prompt}] if prompt.strip() else []
     chosen = {key: int(value) if key in _WHOLE else value for key, value in zip(_SAMPLING, values, strict=True)}
     if not all(isinstance(said, list) for said in conversations.values()):
@@ -149,38 +149,38 @@ def _question(event: gr.EventData, prompt: str, values: Sequence[float]) -> _Ask
 
 def _serve(context: Context, chats: Chats, page: str, asked: _Asked) -> Iterator[str]:
     """Loads the run's model where it is not there, then answers; each piece says everything that is known."""
-    told: dict[str, Any] = {"number": asked.number, "run": asked.run, "answers": {}}
+    state: dict[str, Any] = {"number": asked.number, "run": asked.run, "answers": {}}
     try:
         run = launch.find(context.settings, asked.run)
         chat = chats.get(page, run)
         if chat is None:
-            yield json.dumps({**told, "state": "loading"})
+            yield json.dumps({**state, "state": "loading"})
             chat = _open(context, chats, page, run)
         ready = chat.ready()
     except HalftuneError as error:
-        yield json.dumps({**told, "state": "failed", "error": context.words.problem(error), "over": True})
+        yield json.dumps({**state, "state": "failed", "error": context.words.problem(error), "over": True})
         return
-    told |= {
+    state |= {
         "state": "ready",
         **{kind: bool(ready.get(kind)) for kind in ("images", "audio")},
         "base": ready["base"],
         "said": _ready(context, run, ready),
     }
-    yield json.dumps({**told, "over": not asked.talks})
+    yield json.dumps({**state, "over": not asked.talks})
     due = 0.0
     try:
         for side, messages in asked.talks.items():
             for text, end in chat.answer(messages, adapter=side == "trained", generation=asked.generation):
-                told["answers"][side] = {"text": text, "done": end is not None}
+                state["answers"][side] = {"text": text, "done": end is not None}
                 if end is not None:
-                    told["answers"][side] |= {"seconds": end.get("seconds"), "tokens": end.get("tokens")}
+                    state["answers"][side] |= {"seconds": end.get("seconds"), "tokens": end.get("tokens")}
                 elif time.monotonic() < due:  # each one holds the whole answer, and models are faster than readers
                     continue
-                yield json.dumps(told)
+                yield json.dumps(state)
                 due = time.monotonic() + _EVERY
     except HalftuneError as error:
-        told |= {"error": context.words.problem(error), "state": "ready" if chat.alive else "failed"}
-    yield json.dumps({**told, "over": True})
+        state |= {"error": context.words.problem(error), "state": "ready" if chat.alive else "failed"}
+    yield json.dumps({**state, "over": True})
 
 
 def _open(context: Context, chats: Chats, page: str, run: Path) -> Chat:

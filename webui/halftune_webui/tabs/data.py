@@ -13,7 +13,7 @@ from gradio.context import Context as Blocks
 
 from halftune.config.shape import child
 from halftune.core.errors import ConfigError, HalftuneError, Problems
-from halftune_webui.calls import told
+from halftune_webui.calls import event_values
 from halftune_webui.context import Context, kept
 from halftune_webui.html import render, small_codes
 from halftune_webui.labels import Words
@@ -100,7 +100,7 @@ def _wire(
         yield from looked(str(request.session_hash), text, number, find, "--shuffle", seed)
 
     def turned(event: gr.EventData) -> Any:
-        act, key = told(event, act=str, run=str)
+        act, key = event_values(event, act=str, run=str)
         found = reports.of.get(key)
         if found is None:
             return failed(words("data.gone"))

@@ -10,7 +10,7 @@ import gradio as gr
 
 from halftune.core.errors import HalftuneError
 from halftune.plan.explain import size
-from halftune_webui.calls import told
+from halftune_webui.calls import event_values
 from halftune_webui.context import Context
 from halftune_webui.html import render
 from halftune_webui.labels import Words
@@ -56,7 +56,7 @@ def build(context: Context) -> None:
         return ["", cards()]
 
     def acted(event: gr.EventData) -> str:
-        what, run = told(event, act=str, run=str)
+        what, run = event_values(event, act=str, run=str)
         job = Path(run)
         try:
             if job in [state.folder for state in export.exports(settings)]:

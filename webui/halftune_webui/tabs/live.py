@@ -10,7 +10,7 @@ from typing import Any
 import gradio as gr
 from gradio.context import Context as Blocks
 
-from halftune_webui.calls import told
+from halftune_webui.calls import event_values
 from halftune_webui.context import Context
 
 
@@ -57,7 +57,7 @@ def only_while_shown(context: Context, clock: gr.Timer, tab: str) -> None:
     quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
 
     def switched(event: gr.EventData) -> gr.Timer:
-        (opened,) = told(event, value=str)
+        (opened,) = event_values(event, value=str)
         return gr.Timer(active=opened == label)
 
     # the tab reports being opened by a click or by a program; the row of tabs reports clicks only

@@ -12,7 +12,7 @@ from gradio.context import Context as Blocks
 
 from halftune.core.errors import HalftuneError
 from halftune.train.report.series import chart_script
-from halftune_webui.calls import told
+from halftune_webui.calls import event_values
 from halftune_webui.context import Context, kept
 from halftune_webui.labels import Words
 from halftune_webui.runs.controller import FILTERS, Done, RunsController, View, act, refresh, start
@@ -44,7 +44,7 @@ def build(context: Context) -> None:
         return looked(seen)
 
     def acted(seen: View, event: gr.EventData) -> list[Any]:
-        done, (what, run, on, text) = Done(), told(event, act=str, run=str, on=bool, text=str)
+        done, (what, run, on, text) = Done(), event_values(event, act=str, run=str, on=bool, text=str)
         try:
             done = act(controller, seen, what, run, on, text)
         except HalftuneError as error:

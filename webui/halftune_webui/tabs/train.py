@@ -15,7 +15,7 @@ from halftune.core.errors import HalftuneError
 from halftune.plan.explain import size
 from halftune_webui import hub
 from halftune_webui.before_start import obstacles
-from halftune_webui.calls import told
+from halftune_webui.calls import event_values
 from halftune_webui.context import Context
 from halftune_webui.dependencies import needless
 from halftune_webui.edits import edited
@@ -156,7 +156,7 @@ def _wire(context: Context, parts: _Parts, machine: gr.Dropdown, pick: gr.Dropdo
         return name_of(text), *_react(context, text, name)
 
     def form_changed(text: str, name: str, event: gr.EventData) -> tuple[Any, ...]:
-        edits, number = told(event, edits=list, seq=int)
+        edits, number = event_values(event, edits=list, seq=int)
         changed = edited(text, edits, context.settings)
         return changed, name_of(changed), *_react(context, changed, name, number)
 

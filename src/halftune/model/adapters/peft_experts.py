@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, VeraConfig
+from peft import LoraConfig, PeftConfig, PeftModel, VeraConfig, get_peft_model_state_dict
 from transformers import PreTrainedModel
 
 try:
@@ -85,6 +85,20 @@ def for_plain_peft(adapted: PeftModel) -> PeftConfig:
         config.target_parameters = [*(config.target_parameters or ()), *(name + _WEIGHT for name in lost)]
         config.lora_dropout = 0.0
     return config
+
+
+def not_loaded_by_peft(adapted: torch.nn.Module) -> list[str]:
+    """Names of the adapter's tensors that plain peft would leave out with a warning.
+
+    Before it loads an adapter, peft renames its tensors by transformers' rules for old checkpoints. A rule that also
+    matches today's names gives names that the model does not have.
+    """
+    if conversion is None or not isinstance(adapted, PeftModel):
+        return []
+    stored = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    shapes = {name: tensor.to("meta") for name, tensor in stored.items()}
+    found = conversion.convert_peft_adapter_state_dict_for_transformers(adapted, for_plain_peft(adapted), shapes)
+    return sorted(stored.keys() - found.keys())
 
 
 def restore_targets(config: LoraConfig, model: PreTrainedModel) -> bool:

@@ -40,7 +40,7 @@ class DtypeGuard(Callback):
             self.guard.check()
 
     def on_end(self, run: TrainState, error: BaseException | None) -> None:
-        """Writes ``guard.json``; casts of this sitting only, and of this process."""
+        """Writes ``guard.json``; casts of this launch only, and of this process."""
         if self.guard is None or not run.is_main:
             return
         found = self.guard.report()

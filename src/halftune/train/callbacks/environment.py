@@ -104,7 +104,7 @@ NAME = "environment.json"
 
 
 class Environment(Callback):
-    """Versions, machine, git commit, and what the run is made of. Of several sittings, the last one's are kept."""
+    """Versions, machine, git commit, and what the run is made of. Of several launches, the last one's are kept."""
 
     watches = True
 

@@ -55,7 +55,7 @@ class Profile(Callback):
             self.peak = metrics.memory_bytes
             if len(self.recorded) == self.wanted:
                 self._stop(run)
-        elif self.recorded or self.seen > 1:  # the first step of a sitting is no measure
+        elif self.recorded or self.seen > 1:  # the first step of a launch is no measure
             self.others.append(metrics.seconds)
         if self.seen == WARM_UP and not self.recorded:
             self._start(run)

@@ -27,6 +27,6 @@ def together(config: RunConfig, hardware: Hardware, facts: ModelFacts, plan: Pla
         try:
             yield compare(rendezvous, config, hardware, facts, plan)
         except BaseException as error:
-            if (told := watchdog.explain(error)) is not error:
-                raise told from error
+            if (explained := watchdog.explain(error)) is not error:
+                raise explained from error
             raise
