@@ -322,9 +322,13 @@ def test_the_checkpoints_own_dtype_has_a_say(checkpoint: str, compute: str, stor
 
 
 @pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3_text"])
-def test_families_that_overflow_warn_in_fp16_only(family: str) -> None:
-    assert "known to overflow in fp16" in plan("t4", model=facts(family)).warnings[0]
+def test_families_that_overflow_get_fp16_only_if_asked_for(family: str) -> None:
+    assert plan("t4", model=facts(family)).compute.value == "fp32"
+    asked = plan("t4", model=facts(family), compute="fp16")
+    assert asked.compute.value == "fp16"
+    assert "known to overflow in fp16" in asked.warnings[0]
     assert not plan("a100", model=facts(family)).warnings
+    assert not plan("t4", model=facts(family)).warnings
     assert not plan("t4", model=facts(family), compute="fp32").warnings
 
 

@@ -49,7 +49,8 @@ def plan_memory(
         checkpointing = Choice(True, costs)
     chosen = saving if checkpointing.value else plain
     disk = work.trained * work.trainable + work.optimizer_state
-    verdict = _verdict(chosen, available, config, work, checkpointing.value)
+    quantised = facts.quantization is not None
+    verdict = _verdict(chosen, available, config, work, checkpointing.value, quantised)
     return checkpointing, MemoryPlan(**vars(chosen), available=available, checkpoint_disk=disk, verdict=verdict)
 
 
@@ -133,7 +134,9 @@ def _scan(hardware: Hardware, facts: ModelFacts, linear: str, tokens: int, lengt
     return held_by_layer(hardware, facts, linear, max(1, tokens // length), min(tokens, length))
 
 
-def _verdict(chosen: Estimate, available: int, config: RunConfig, work: Workload, checkpointing: bool) -> Choice[str]:
+def _verdict(
+    chosen: Estimate, available: int, config: RunConfig, work: Workload, checkpointing: bool, quantised: bool
+) -> Choice[str]:
     share = chosen.total / available
     said = f"{_gib(chosen.total)} of {_gib(available)} ({share:.0%})"
     if share <= FITS:
@@ -145,7 +148,11 @@ def _verdict(chosen: Estimate, available: int, config: RunConfig, work: Workload
         return Choice("tight", f"{said}: paged optimizer state has to move to main memory, which is slow")
     rows, budget = batch_size(config)
     shared = work.strategy == "fsdp2"
+    full, heavy = config.adapter.type == "none", chosen.weights > available / 2
     ways = {
+        "model.quantization: nf4": (
+            heavy and not full and config.model.quantization == "none" and not quantised and work.kind == "cuda"
+        ),
         "training.gradient_checkpointing: true": not checkpointing,
         "fewer training.tokens_per_batch with more gradient_accumulation_steps": (
             (budget or 0) >= 2 * config.data.max_length
@@ -153,12 +160,13 @@ def _verdict(chosen: Estimate, available: int, config: RunConfig, work: Workload
         "a smaller training.per_device_train_batch_size with more gradient_accumulation_steps": (
             budget is None and rows > 1
         ),
-        "a smaller data.max_length": True,
-        "adapter: lora": config.adapter.type == "none",
+        "a smaller data.max_length": chosen.weights < available,
+        "adapter: lora": full,
         "more devices": shared,
         "distributed.fsdp.cpu_offload: true": shared and not work.offload and work.kind != "cpu",
     }
-    return Choice("does not fit", f"{said}; try {', '.join(filter(ways.get, ways))}")
+    tried = ", ".join(filter(ways.get, ways)) or "a device with more memory"
+    return Choice("does not fit", f"{said}; try {tried}")
 
 
 def _gib(size: float) -> str:

@@ -64,7 +64,7 @@ def resolve_precision(
         PlanError: the device does not support a requested dtype, or two requests are incompatible.
     """
     full = adapter.type == "none"
-    compute = _compute(section, hardware, full)
+    compute = _without_overflow(section, _compute(section, hardware, full), facts)
     _check(section, compute, facts, full)
     trainable = _trainable(section, compute, full)
     patterns, why_fp32 = keep_fp32(facts)
@@ -162,6 +162,14 @@ def _compute(section: PrecisionSection, hardware: Hardware, full: bool) -> _Comp
         remedy=f"use precision: {others}, or precision: {{compute: {section.compute}, on_unsupported: fallback}}",
         code="precision.compute_unavailable",
     )
+
+
+def _without_overflow(section: PrecisionSection, compute: _Compute, facts: ModelFacts) -> _Compute:
+    """In place of an fp16 that ``auto`` has chosen, fp32 for a family whose activations it cannot hold."""
+    if section.compute != "auto" or compute.value != "fp16" or not facts.family.overflows_fp16:
+        return compute
+    why = f"{describe(compute.device)} has no bf16, and {facts.model_type} is known to overflow in fp16"
+    return replace(compute, value="fp32", reason=why)
 
 
 def _linear(
