@@ -49,6 +49,13 @@ def halftune(*arguments: str) -> int:
     return int(left.value.code or 0)
 
 
+def test_a_model_that_is_trained_first_is_not_missed(recipe: Path, capsys: pytest.CaptureFixture) -> None:
+    second = RECIPE.replace("builtin:qwen2-tiny", "out/final").replace("dir: out", "dir: next")
+    (recipe.parent / "next.yaml").write_text(f"depends_on: [x.yaml]\n{second}")
+    assert halftune("--config", "next.yaml") == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_it_prints_the_plan(recipe: Path, capsys: pytest.CaptureFixture) -> None:
     assert halftune("--config", str(recipe), "--hardware", "t4x2", "--num-processes", "2") == 0
     said = capsys.readouterr().out

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 from halftune.config.facts.media import check_processor
 from halftune.config.facts.model import ModelFacts
+from halftune.config.facts.of_recipe import present_model
 from halftune.config.load import LoadedConfig
 from halftune.config.optimizers import OPTIMIZERS, Optim
 from halftune.config.weight_formats import WEIGHT_FORMATS
@@ -48,7 +50,7 @@ def check_inputs(loaded: LoadedConfig, facts: ModelFacts, *, here: bool = True, 
         HalftuneError: what training would stop at; the first of it.
     """
     run, teacher = loaded.run, facts.teacher
-    check_all_folders(run, thorough=thorough)
+    check_all_folders(run, thorough=thorough, present=partial(present_model, loaded))
     if run.data.media and Path(run.model.name_or_path).is_dir():
         check_processor(Path(run.model.name_or_path))
     if loaded.run.training.router_aux_loss_coef and "expert" not in json.dumps(facts.raw, default=str):

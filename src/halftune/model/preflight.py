@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from halftune.config.facts.config_file import config_file
@@ -13,13 +14,21 @@ from halftune.model.result import check_written
 BUILTIN = "builtin:"
 
 
-def check_all_folders(run: RunConfig, *, thorough: bool = False) -> None:
-    """Check the folders of a run's model and teacher, as ``check_folders``, and of the adapter that it starts from."""
+def check_all_folders(
+    run: RunConfig, *, thorough: bool = False, present: Callable[[ModelSection], ModelSection] = lambda model: model
+) -> None:
+    """Check the folders of a run's model and teacher, as ``check_folders``, and of the adapter that it starts from.
+
+    Args:
+        run: the recipe.
+        thorough: as for ``check_folders``.
+        present: gives what stands for a model that is not trained yet.
+    """
     if isinstance(run.adapter, LoraAdapter) and run.adapter.name_or_path and Path(run.adapter.name_or_path).is_dir():
         check_adapter(Path(run.adapter.name_or_path))
     for model in (run.model, run.method.teacher_model):
         if model is not None:
-            check_folders(model, thorough=thorough)
+            check_folders(present(model), thorough=thorough)
 
 
 def check_folders(model: ModelSection, *, weights: bool = True, thorough: bool = False) -> None:

@@ -26,7 +26,7 @@ from halftune.plan.tree import NO_REFERENCE, MethodPlan, Plan, WeightsPlan, choo
 from halftune.precision import PrecisionPlan
 from halftune.precision.resolve import asked_compute, resolve_precision
 
-_WHERE = "model.quantization"
+_WHERE, _AS_STORED = "model.quantization", "as the checkpoint stores them"
 
 
 def choose_weights(model: ModelSection, hardware: Hardware, facts: ModelFacts) -> tuple[ModelFacts, WeightsPlan]:
@@ -37,7 +37,10 @@ def choose_weights(model: ModelSection, hardware: Hardware, facts: ModelFacts) -
     """
     asked, stored = model.quantization, facts.quantization
     if asked == "none":
-        return facts, WeightsPlan(Choice(stored, "as the checkpoint stores them")) if stored else WeightsPlan()
+        if stored is None:
+            return facts, WeightsPlan()
+        kept = stored not in WEIGHT_FORMATS or WEIGHT_FORMATS[stored].bytes_per_param is not None
+        return facts, WeightsPlan(Choice(stored, _AS_STORED if kept else f"{_AS_STORED}, dequantised on load"))
     row = WEIGHT_FORMATS[asked]
     if stored is not None:
         what = f"the checkpoint is quantised already ({stored})"
