@@ -33,6 +33,9 @@ def config(**sections: Any) -> RunConfig:
     return RunConfig.model_validate(base)
 
 
+RATE = {"output_dir": "out", "learning_rate": 2e-4}
+
+
 def qwen(**extra: Any) -> ModelFacts:
     return facts_from_config({**QWEN2_5_0_5B, **extra}, "Qwen/Qwen2.5-0.5B-Instruct")
 
@@ -196,6 +199,17 @@ def test_eager_packs_where_nothing_is_faster_or_when_asked() -> None:
 
 def test_positions_beyond_the_models_are_mentioned() -> None:
     assert "32,768 positions" in planned("h200", data={"max_length": 40000}).warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("adapter", "method", "start"),
+    [("lora", "sft", ""), ("none", "sft", "1e-05"), ("lora", "dpo", "5e-06"), ("none", "kto", "5e-07")],
+)
+def test_a_learning_rate_that_is_not_set_is_that_of_lora_with_sft(adapter: str, method: str, start: str) -> None:
+    asked = {"adapter": {"type": adapter}, "method": {"type": method}}
+    warnings = [one for one in planned("h100", **asked).warnings if "learning_rate" in one]
+    assert [start in one for one in warnings] == [True] * bool(start)
+    assert not [one for one in planned("h100", **asked, training=RATE).warnings if "learning_rate" in one]
 
 
 def test_moments_in_another_dtype_need_adamw() -> None:

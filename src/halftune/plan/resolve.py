@@ -18,6 +18,7 @@ from halftune.core.choice import Choice, Format
 from halftune.core.errors import PlanError, ProblemCollector
 from halftune.hardware import Hardware
 from halftune.plan.distribution import choose_strategy, choose_sync, main_memory, plan_parallel, sharing_problems
+from halftune.plan.first_rate import rate_warning
 from halftune.plan.memory import per_process, plan_memory, workload
 from halftune.plan.packing import Rows, choose_rows
 from halftune.plan.parts import choose_features, count_parts, plan_parts, tower_work, towers_row, with_parts
@@ -359,7 +360,7 @@ def _warnings(
         warnings.append(
             f"data.max_length is {config.data.max_length:,}, and the model was made for {longest:,} positions."
         )
-    warnings += _unembedded(facts)
+    warnings += [*_unembedded(facts), *rate_warning(config)]
     raw: dict[str, Any] = facts.raw or {}
     if not (config.model.trust_remote_code and "auto_map" in raw):
         warnings += _of_the_class(config, facts, raw)
