@@ -33,11 +33,10 @@ dataset: alpaca_en_demo
 template: qwen
 output_dir: saves
 """
-# What needs several processes, the hub, or another run: other tests prove them.
+# What needs several processes, the hub, another run, or half a minute: other tests prove them.
 ELSEWHERE = re.compile(
-    r"quickstart|several_devices|num_machines|--image|--audio|qwen_lora_bf16|--sweep|webui|checkpoint-400"
+    r"^bench|quickstart|several_devices|num_machines|--image|--audio|qwen_lora_bf16|--sweep|webui|checkpoint-400"
 )
-FOR_NOTHING = {"bench"}  # a measurement of half a minute
 
 
 def commands(page: Path) -> Iterator[tuple[str, list[str]]]:
