@@ -17,7 +17,7 @@ from halftune import cli
 from halftune.core.error_codes import catalogue
 from halftune.core.errors import ConfigError, DataError, DtypeContractError, HalftuneError, TrainingError
 from halftune.core.failures import PeerLost
-from halftune.core.status import StatusFile, read_status, told
+from halftune.core.status import StatusFile, read_status, reported
 from halftune.train.interrupt import Interrupted
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -177,7 +177,7 @@ def test_an_error_goes_through_a_pipe(error: HalftuneError) -> None:
 
 
 def test_a_status_has_the_code(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError), told(StatusFile(tmp_path / "status.json")):
+    with pytest.raises(TrainingError), reported(StatusFile(tmp_path / "status.json")):
         raise TrainingError("x", code="train.no_progress")
     status = read_status(tmp_path / "status.json")
     assert status is not None
