@@ -100,6 +100,7 @@ def test_planning_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.nightly
 def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     page = Path(__file__).parents[2] / "docs" / "how-to" / "python.md"
     (block,) = [part.partition("```")[0] for part in page.read_text().split("```python\n")[1:]]
