@@ -1,6 +1,6 @@
 """Runs docs/tutorials/python.ipynb, cell by cell, and writes what it printed into it; no Jupyter is needed.
 
-python scripts/notebook.py            in a temporary folder; two minutes on a CPU, offline
+python scripts/notebook.py            in a temporary folder; half a minute on a CPU, offline
 """
 
 from __future__ import annotations
