@@ -165,7 +165,7 @@ function message(one) {
   const answer = one.content.trim() ? make('p', {className: 'assistant', textContent: one.content}) : make('p', {className: 'help', textContent: one.done ? words.silent : '…'});
   const foot = make('div', {className: 'foot'});
   if (one.done && one.content.trim()) foot.append(button('', words.copy, (event) => copy(one.content, event.target)));
-  if (one.seconds && one.tokens) foot.append(make('span', {className: 'help', textContent: words.speed.replace('{n}', (one.tokens / one.seconds).toPrecision(2)).replace('{tokens}', one.tokens)}));
+  if (one.seconds && one.tokens) foot.append(make('span', {className: 'help', textContent: words.speed.replace('{n}', Number((one.tokens / one.seconds).toPrecision(2)).toLocaleString('en')).replace('{tokens}', one.tokens)}));
   return [answer, foot];
 }
 
