@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 import tiny_images
@@ -101,8 +102,10 @@ def test_the_web_ui_starts_and_ends_without_a_word_of_others(place: Path) -> Non
         try:
             ready, _, _ = select.select([server.stdout], [], [], LIMIT)
             first = server.stdout.readline() if ready else ""
-            server.send_signal(signal.SIGINT)
-            server.wait(LIMIT)
+            with urlopen(f"{first.split()[-1]}/gradio_api/heartbeat/page", timeout=LIMIT) as page:
+                page.readline()  # an open page, whose request never ends
+                server.send_signal(signal.SIGINT)
+                server.wait(LIMIT)
         finally:
             server.kill()
             server.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -96,6 +97,10 @@ def _run(config: uvicorn.Config, listener: socket.socket, ready: Callable[[], No
             await super().startup(sockets=sockets)
             if self.started:
                 ready()
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # open pages are cut: each would be an error
+            await super().shutdown(sockets=sockets)
 
     Announced(config).run(sockets=[listener])
 
