@@ -21,7 +21,11 @@ from halftune.model.adapters import attach_adapter
 from halftune.model.adapters.peft_experts import not_loaded_by_peft
 from halftune.model.architectures import no_progress_bars
 from halftune.model.load import load_model
+from halftune.model.merge import merge_adapter
 from halftune.model.patch import current_guard
+from halftune.model.save import save_final
+from halftune.model.tokenizer import load_tokenizer
+from halftune.model.vocabulary import is_tied
 from halftune.plan import resolve
 from halftune.precision.dtypes import autocast
 from halftune.precision.report import check_dtypes
@@ -110,6 +114,20 @@ def test_a_saved_embedding_goes_on_in_the_storage_dtype(tmp_path: Path, kind: st
     assert model.get_input_embeddings().weight.dtype == torch.float32
     assert model.get_input_embeddings()(IDS).dtype == torch.bfloat16
     step(model, made)
+
+
+@pytest.mark.parametrize("saved", ["wte", "lm_head"])
+def test_a_tied_embedding_of_another_name_stays_tied_in_the_merged_model(tmp_path: Path, saved: str) -> None:
+    folder, made = model_of("gpt2", tmp_path / "base"), plan()
+    adapter = LoraAdapter(rank=2, modules_to_save=(saved,))
+    model: Any = attach_adapter(load_model(section(folder), made), adapter, made, 0)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.add_(0.1)
+    trained = model.get_input_embeddings().weight.detach().clone()
+    save_final(model, load_tokenizer(section("builtin:qwen2-tiny")), made, tmp_path / "final")
+    merged = merge_adapter(section(folder), tmp_path / "final", made, "fp32").model
+    assert is_tied(merged)
+    assert torch.equal(merged.get_output_embeddings().weight, trained)
 
 
 @pytest.mark.parametrize("adapter", [NoAdapter(type="none"), LoraAdapter(rank=2)])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_model import checkpoint, plan, section
 
-from halftune.config.sections.model import LoraAdapter
+from halftune.config.sections.model import Ia3Adapter, LokrAdapter, LoraAdapter, PeftAdapter
 from halftune.core.errors import ModelError
 from halftune.model.adapters import attach_adapter
 from halftune.model.load import load_model
@@ -22,10 +22,12 @@ KINDS = {
     "rslora": LoraAdapter(rank=4, use_rslora=True),
     "dora": LoraAdapter(rank=4, use_dora=True),
     "embeddings": LoraAdapter(rank=4, modules_to_save=("embed_tokens",)),
+    "embeddings beside ia3": Ia3Adapter(type="ia3", modules_to_save=("embed_tokens",)),
+    "head beside lokr": LokrAdapter(type="lokr", rank=2, modules_to_save=("lm_head",)),
 }
 
 
-def trained_adapter(folder: Path, adapter: LoraAdapter, target: Path) -> Path:
+def trained_adapter(folder: Path, adapter: LoraAdapter | PeftAdapter, target: Path) -> Path:
     made = plan("bf16", "fp32", keep=KEEP)
     model = attach_adapter(load_model(section(folder), made), adapter, made, 0)
     generator = torch.Generator().manual_seed(1)
@@ -44,6 +46,8 @@ def trained_adapter(folder: Path, adapter: LoraAdapter, target: Path) -> Path:
         ("rslora", "llama-tiny"),
         ("dora", "qwen2-tiny"),
         ("embeddings", "qwen2-tiny"),
+        ("embeddings beside ia3", "qwen2-tiny"),  # the names below are those of a model with a tied head
+        ("head beside lokr", "qwen2-tiny"),
         ("lora", "qwen3_5-tiny"),
     ],
 )

@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from halftune.config.facts.model import ModelFacts, facts_from_config
 from halftune.config.sections.model import AdapterSection, LoraAdapter, NoAdapter
-from halftune.core.errors import ConfigError, PlanError
+from halftune.core.errors import ConfigError, HalftuneError, PlanError
 from halftune.model.adapters import attach_adapter
-from halftune.plan import trainable
+from halftune.plan import targets
 from halftune.plan.train_only import trained_patterns
 from halftune.plan.trainable import count_trainable
 
@@ -57,6 +57,9 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "embedding saved": {"modules_to_save": ["embed_tokens"]},
     "both saved": {"modules_to_save": ["embed_tokens", "lm_head"]},
     "norms saved": {"target_modules": ["q_proj"], "modules_to_save": ["norm"]},
+    "modules saved that all-linear would adapt": {"modules_to_save": ["o_proj"]},
+    "a layer saved": {"modules_to_save": ["layers.0"]},
+    "whatever is in the layers": {"target_modules": r"model\.layers\..*", "modules_to_save": ["lm_head"]},
     "embedding adapted": {"target_modules": ["embed_tokens", "q_proj"]},
 }
 
@@ -88,6 +91,8 @@ KINDS: dict[str, tuple[dict[str, Any], Any, set[str]]] = {
     "head": ({**SMALL, "model_type": "llama"}, ["q_proj", "lm_head"], {*TYPES}),
     "tied embedding": ({**SMALL, **MODELS["qwen2, tied"]}, ["q_proj", "embed_tokens"], set()),
     "tied head": ({**SMALL, **MODELS["qwen2, tied"]}, ["q_proj", "lm_head"], set()),
+    "tied head by an expression": ({**SMALL, **MODELS["qwen2, tied"]}, r".*(q_proj|lm_head)", set()),
+    "tied head of Conv1D": (GPT2, ".*", set()),
     # peft's OFT takes inputs of four dimensions for images, and has no DoRA for names of experts
     "latent attention": (LATENT, "all-linear", {*TYPES} - {"oft", "dora"}),
     "router": ({**SMALL, **MODELS["qwen2_moe"]}, ["q_proj", "shared_expert_gate"], {*TYPES}),
@@ -121,6 +126,71 @@ def test_the_plan_counts_what_each_type_trains_on_each_kind_of_layer(kind: str, 
     built = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
     counted = count_trainable(facts, adapter)
     assert counted.count.value == counted.adapter == built > 0
+
+
+@pytest.mark.parametrize("saved", ["embed_tokens", "lm_head"])
+@pytest.mark.parametrize("type_name", TYPES)
+def test_a_tied_embedding_that_is_saved_is_one_weight_with_the_head(type_name: str, saved: str) -> None:
+    raw = {**SMALL, **MODELS["qwen2, tied"]}
+    adapter: Any = TypeAdapter(AdapterSection).validate_python(
+        {"type": type_name, **TYPES[type_name], "modules_to_save": [saved]}
+    )
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw))
+    adapted: Any = attach_adapter(model, adapter, plan(), 0)
+    base = adapted.get_base_model()
+    assert base.get_output_embeddings().weight is base.get_input_embeddings().weight
+    assert base.get_output_embeddings().weight.requires_grad
+    built = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
+    assert count_trainable(facts_from_config(raw, "here"), adapter).count.value == built
+
+
+def test_ia3_on_inputs_of_some_layers_only() -> None:
+    given = {"type": "ia3", "target_modules": ["down_proj"], "feedforward_modules": ["layers.0.mlp.down_proj"]}
+    adapter: Any = TypeAdapter(AdapterSection).validate_python(given)
+    assert count_trainable(facts_of("llama"), adapter).count.value == 96 + 2 * 64
+
+
+CONFLICT, BAD = "config.keys_conflict", "config.bad_target_modules"
+
+
+@pytest.mark.parametrize(
+    ("model_name", "adapter", "code"),
+    [
+        ("llama", {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["q_proj"]}, CONFLICT),
+        ("llama", {"target_modules": r".*_proj", "modules_to_save": ["mlp"]}, CONFLICT),
+        ("llama", {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["lm_head"]}, CONFLICT),
+        ("llama", {"target_modules": ["lm_head"], "modules_to_save": ["layers.0", "q_proj"]}, CONFLICT),
+        ("llama", {"target_modules": ["lm_head"], "modules_to_save": ["layers"]}, BAD),
+        ("llama", {"modules_to_save": ["model"]}, BAD),
+        ("llama", {"modules_to_save": ["_proj"]}, BAD),
+        ("gpt_oss", {"modules_to_save": ["self_attn"]}, BAD),
+        ("gpt_oss", {"target_modules": ".*router", "target_parameters": ["experts.down_proj"]}, BAD),
+        ("qwen3_moe", {"target_parameters": ["experts.down_proj"], "modules_to_save": ["mlp"]}, CONFLICT),
+        ("qwen3_moe", {"target_parameters": ["experts.down_proj"], "modules_to_save": ["experts"]}, CONFLICT),
+        ("qwen2, tied", {"target_modules": r".*(q_proj|lm_head)"}, "plan.adapter_unavailable"),
+        ("qwen2, tied", {"target_modules": ["q_proj", "lm_head"]}, "plan.adapter_unavailable"),
+    ],
+)
+def test_what_peft_refuses_or_cannot_load_again_is_refused(model_name: str, adapter: dict[str, Any], code: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        count_trainable(facts_of(model_name), LoraAdapter.model_validate(adapter))
+    assert refused.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("model_name", "adapter", "code"),
+    [
+        ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["self_attn"]}, CONFLICT),
+        ("qwen3_moe", {"target_parameters": ["experts.down_proj"], "modules_to_save": ["mlp"]}, CONFLICT),
+        ("qwen2, tied", {"target_modules": r".*(q_proj|lm_head)"}, "plan.adapter_unavailable"),
+    ],
+)
+def test_without_facts_it_is_refused_before_the_first_step(model_name: str, adapter: dict[str, Any], code: str) -> None:
+    """The plan does not know the modules of a model that its own code builds."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**SMALL, **MODELS[model_name]}))
+    with pytest.raises(HalftuneError) as refused:
+        attach_adapter(model, LoraAdapter.model_validate(adapter), plan(), 0)
+    assert refused.value.code == code
 
 
 def facts_of(name: str) -> ModelFacts:
@@ -183,7 +253,7 @@ def test_a_model_whose_own_code_builds_it_is_estimated() -> None:
 
 
 def test_an_expression_that_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainable, "_EXPRESSION_SECONDS", 0.2)
+    monkeypatch.setattr(targets, "_EXPRESSION_SECONDS", 0.2)
     with pytest.raises(PlanError) as refused:
         count_trainable(facts_of("llama"), LoraAdapter(target_modules="(([a-z_.0-9]+)+)+!"))
     assert refused.value.code == "config.bad_target_modules"

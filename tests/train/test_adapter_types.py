@@ -18,6 +18,7 @@ from halftune.core.errors import ConfigError, HalftuneError, ModelError, PlanErr
 from halftune.model.adapters import ADAPTERS, attach_adapter, initial, load_adapter
 from halftune.model.load import load_model
 from halftune.model.merge import fp32_plan
+from halftune.plan import targets
 from halftune.plan.adapter_types import ADAPTER_TYPES
 from halftune.precision.dtypes import autocast
 from halftune.precision.report import check_dtypes
@@ -133,6 +134,13 @@ def test_a_changed_start_is_refused_at_resume(recipe, first: Path, tmp_path: Pat
         ("rank: 3", {"use_qalora": True}, "model.adapter_unsupported"),
         ("rank: 3", {"an_option_of_a_later_peft": 0.5}, "model.adapter_unsupported"),
         ("rank: 3", {"peft_type": "OFT"}, "model.adapter_unsupported"),
+        ("rank: 3", {"exclude_modules": ["q_proj"]}, "model.adapter_unsupported"),
+        ("rank: 3", {"exclude_modules": r".*\.0\..*"}, "model.adapter_unsupported"),
+        ("rank: 3", {"target_parameters": ["q_proj.weight"]}, "model.adapter_unsupported"),
+        ("rank: 3", {"target_parameters": 3}, "model.adapter_unsupported"),
+        ("rank: 3", {"layers_pattern": "layers"}, "model.adapter_unsupported"),
+        ("rank: 3", {"task_type": "FOO"}, "model.adapter_unsupported"),
+        ("rank: 3", {"lora_dropout": 2}, "model.adapter_unsupported"),
         ("rank: 3", {"init_lora_weights": "pissa"}, "model.adapter_unsupported"),
         ("rank: 3", {"target_modules": ["q_proj", "up_proj"]}, "model.adapter_mismatch"),
     ],
@@ -151,6 +159,25 @@ def test_another_start_than_the_recipes_or_the_models_is_refused(
         start()
     problems = refused.value.problems if isinstance(refused.value, ConfigError) else [refused.value]
     assert [problem.code for problem in problems] == [code]
+
+
+def test_a_start_that_excludes_what_nobody_adapts_is_accepted(recipe, first: Path) -> None:
+    file = first / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "exclude_modules": ["lm_head"], "lora_dropout": 0.5}))
+    loaded, plan = recipe(*STEPS, f"adapter={{type: lora, name_or_path: {first}}}")
+    attach_adapter(load_model(loaded.run.model, plan), loaded.run.adapter, plan, 0)
+
+
+def test_an_expression_of_a_received_adapter_has_a_time_limit(
+    recipe, first: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(targets, "_EXPRESSION_SECONDS", 0.2)
+    file = first / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "target_modules": "(([a-z_.0-9]+)+)+!"}))
+    loaded, plan = recipe(*STEPS)
+    with pytest.raises(ModelError) as refused:
+        load_adapter(load_model(loaded.run.model, plan, for_training=False), first, plan)
+    assert refused.value.code == "model.adapter_mismatch"
 
 
 def test_a_start_of_another_base_is_refused(recipe, first: Path, tmp_path: Path, small_model: Path) -> None:

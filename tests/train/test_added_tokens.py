@@ -94,7 +94,7 @@ def test_rows() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("like", ["qwen2-tiny", "llama-tiny"])
-@pytest.mark.parametrize("adapter", ["lora", "none"])
+@pytest.mark.parametrize("adapter", ["lora", "ia3", "none"])
 def test_resume_is_exact_and_the_export_is_a_plain_model(like: str, adapter: str, tmp_path: Path) -> None:
     base = base_of(tmp_path / "base", like)
     run = train(tmp_path, base, adapter)
@@ -113,6 +113,7 @@ def test_resume_is_exact_and_the_export_is_a_plain_model(like: str, adapter: str
     ids = tokenizer("<|end_note|> and <|note|>")["input_ids"]
     assert max(ids) >= 4096
     assert model.config.vocab_size == model.get_input_embeddings().weight.shape[0] == 4112
+    assert is_tied(model) == (like == "qwen2-tiny")
     assert tokenizer.pad_token == "<|note|>"
     session = open_session(open_run(str(run)))
     with torch.no_grad():

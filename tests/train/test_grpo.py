@@ -34,11 +34,11 @@ from halftune.data.pipeline import prepare
 from halftune.data.store import Example, Segment
 from halftune.hardware.catalogue import lookup
 from halftune.methods import AdapterOff
-from halftune.methods.grpo import ADVANTAGES, SAMPLED, SERVED, Grpo, advantages, spread
+from halftune.methods.grpo import ADVANTAGES, SAMPLED, SERVED, Grpo, advantages, reward_metrics, spread
 from halftune.model.policy import PolicyModel
 from halftune.model.tokenizer import load_tokenizer
 from halftune.plan import resolve
-from halftune.train.rewards import Rewards, names
+from halftune.train.rewards import Rewards
 from halftune.train.rewards.exact_answer import exact_answer, last_number
 from halftune.train.rollouts.sampling import Answer, Sampler, Sampling
 from halftune.train.run_inputs import _rewards
@@ -236,6 +236,46 @@ def test_the_last_number(text: str, number: str | None) -> None:
         ("0", "", None),
         ("9007199254740993", 9007199254740992, 0),
         ("0.30", 0.3, 1),
+        ("nan", math.nan, None),
+        ("16 of them. The final answer is 3/4", "16", 0),
+        ("First 7. So the answer is 10^6", "7", 0),
+        ("First 7. So the answer is x/5", "7", 0),
+        ("3 + 4", "4", 0),
+        ("x + 2", "2", 0),
+        ("2 x 3", "3", 0),
+        ("7*6 = 42", "42", 1),
+        ("3 -5", "-5", 0),
+        ("x = 3\n-5", "-5", 1),
+        ("-$5", "-5", 1),
+        (r"42^{\circ}", "42", 1),
+        (r"42^\circ", "42", 1),
+        ("1.5×10³", "1500", 1),
+        ("1.5 x 10^3", "1500", 1),
+        (r"2 \times 10⁻³", "0.002", 1),
+        ("12 m²", "12", 1),
+        ("5²", "5", 0),
+        ("1\u2009234", "1234", 1),
+        ("1_000", "1000", 1),
+        ("1 234", "1234", 0),
+        ("1.234.567", "1.234", 0),
+        ("12:30", "30", 0),
+        ("8√2", "8", 0),
+        (r"8 \sqrt{2}", "8", 0),
+        (r"8\pi", "8", 0),
+        ("7½", "7", 0),
+        (r"7\frac{1}{2}", "7", 0),
+        (r"4. $\frac{x^{2}}{\sqrt{\frac{1}{3}}}$", "4", 0),
+        (r"4. $\frac{3}{4", "4", 0),
+        ("x_{1}", "1", 0),
+        ("5 km/day", "5", 1),
+        ("5/day", "5", 1),
+        ("**42**.", "42", 1),
+        ("It is 42", r"\boxed{42}", 1),
+        ("It is 42", r"$\boxed{42}$", 1),
+        (r"\boxed{3/4}", r"\boxed{3/4}", 1),
+        ("8\n####", "8", 1),
+        ("#### 8\n####", "8", 1),
+        ("####", "#### ", 1),
     ],
 )
 def test_exact_answers(completion: str, answer: Any, reward: float | None) -> None:
@@ -371,7 +411,7 @@ def test_reward_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert len(before) == 2
     (tmp_path / "a" / "rewards.py").write_text("def a(**_): return [1]\n")
     assert _rewards(method) != before
-    assert names(method.rewards) == ["a", "b", "a_2"]
+    assert reward_metrics(method) == ["reward_a", "reward_b", "reward_a_2"]
 
 
 def test_a_reward_file_may_define_classes(tmp_path: Path) -> None:

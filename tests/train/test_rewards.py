@@ -96,6 +96,7 @@ def test_equal_expressions_are_the_same_answer() -> None:
     assert found[:4] == [1.0, 1.0, 1.0, 0.0]
     assert math.isnan(found[4])
     assert found[5] == 0.0
+    assert all(map(math.isnan, given(rewards, ["None", "nan"], answer=[None, math.nan])[0]))
 
 
 CODE = {

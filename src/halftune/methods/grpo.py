@@ -10,6 +10,8 @@ A token of an answer has the probability ``π(t)``, ``π_0(t)`` with the weights
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from halftune.config.sections.method import GrpoMethod
@@ -23,6 +25,16 @@ SAMPLED = "sampled_logprobs"  # a column of batches: fp32 [K], the labels' log-p
 SERVED = "served_logprobs"  # a column of batches: fp32 [K], by the server that sampled them; NaN: not known
 REWARD, MEASURED = "reward", ("reward", "reward_std", "equal_rewards", "completion_length", "truncated")
 DROPPED = "dropped"  # a column of batches: fp32 [E], whether the group is left out
+
+
+def reward_metrics(section: GrpoMethod) -> list[str]:
+    """The metric of each reward function: by its name, with a number where a metric has it; none of a single one."""
+    found: list[str] = []
+    for one in section.rewards if len(section.rewards) > 1 else ():
+        numbered = (f"reward_{one.function}_{number}" for number in itertools.count(2))
+        each = itertools.chain([f"reward_{one.function}"], numbered)
+        found.append(next(name for name in each if name not in (*MEASURED, *found)))
+    return found
 
 
 def spread(rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -63,11 +75,10 @@ class Grpo:
 
     def __init__(self, section: GrpoMethod) -> None:
         self.section = section
-        names = [one.function for one in section.rewards] if len(section.rewards) > 1 else []
         more = ("entropy", *((DROPPED,) if section.dynamic_sampling else ()), *(("kl",) if section.beta else ()))
         more = (*more, *(("clip_fraction",) if section.num_iterations > 1 else ()))
         more = (*more, *(("server_weight", "server_gap") if section.server is not None else ()))
-        self.metrics = (*MEASURED, *(f"reward_{name}" for name in names), *more)
+        self.metrics = (*MEASURED, *reward_metrics(section), *more)
 
     def weight(self, example: Example) -> float:
         """Of a prompt, which has no labels yet; ``train.rollout`` sets the weights of answers."""

@@ -38,10 +38,12 @@ def no_progress_bars() -> Iterator[None]:
 def ignore_peft_warnings() -> Iterator[None]:
     """Inside, peft causes no warnings about what needs no attention of users.
 
-    It uses a deprecated attribute of transformers, and finds Conv1D layers by itself.
+    It uses a deprecated attribute of transformers, and finds Conv1D layers by itself. ``share_tied`` ties what it does
+    not tie.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`", category=UserWarning)
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False", category=UserWarning)
         yield
 

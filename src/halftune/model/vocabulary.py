@@ -26,6 +26,14 @@ def is_tied(model: PreTrainedModel) -> bool:
     return same and head.weight.shape == embedding.weight.shape
 
 
+def tied_names(model: PreTrainedModel) -> list[str]:
+    """Full names of the embedding and of the output layer, if they share a weight; else empty."""
+    if not is_tied(model):
+        return []
+    pair: Any = (model.get_input_embeddings(), model.get_output_embeddings())  # pyright: ignore[reportCallIssue]
+    return [name for one in pair for name, module in model.named_modules() if module is one]
+
+
 def vocabulary_modules(model: PreTrainedModel) -> list[str]:
     """Names of the embedding and, if it is not tied, of the output layer: the last part of each."""
     wanted: list[Any] = [model.get_input_embeddings()]  # pyright: ignore[reportCallIssue]

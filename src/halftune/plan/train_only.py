@@ -11,7 +11,8 @@ from halftune.config.sections.model import NoAdapter
 from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
 from halftune.core.table import did_you_mean
-from halftune.plan.trainable import HEAD, is_hidden
+from halftune.plan.targets import HEAD
+from halftune.plan.trainable import is_hidden
 
 _LAYER = r"^(?:[^.]*[^.\d][^.]*\.)*(?:{})\."  # the first number in a parameter's name is its layer
 

@@ -7,6 +7,7 @@ out, the step is repeated with smaller micro-batches.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -114,12 +115,15 @@ def _measured(run: TrainState, feed: Feed, should_stop: Callable[[], bool]) -> d
 
 
 def _eval_metrics(weights: dict[str, float], found: Sequence[tuple[float, Averages]]) -> dict[str, float]:
-    """Metrics from the weights of the evaluation sets, and their sums of losses and averages in the same order."""
+    """Metrics from the weights of the evaluation sets, and their sums of losses and averages in the same order.
+
+    The loss of a set without weight, such as one of prompts without a judged answer, is NaN.
+    """
     totals = [total for total, _ in found]
-    metrics = {"eval_loss": sum(totals) / (sum(weights.values()) or 1.0)}
+    metrics = {"eval_loss": sum(totals) / (sum(weights.values()) or math.nan)}
     for (name, weight), total in zip(weights.items(), totals, strict=True):
         if name:
-            metrics[f"{EVAL_SET}{name}"] = total / (weight or 1.0)
+            metrics[f"{EVAL_SET}{name}"] = total / (weight or math.nan)
     return metrics | {f"eval_{name}": value for name, value in ratios([one for _, one in found]).items()}
 
 

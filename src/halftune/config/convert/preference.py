@@ -226,8 +226,12 @@ def _losses(draft: Draft, key: str, weights: str = "") -> None:
 
 
 def _smoothing(draft: Draft, key: str) -> None:
-    """Label smoothing of TRL, which has it in some losses only."""
-    if draft.get("method.loss") in _SMOOTHED:
+    """Label smoothing of TRL, which has it in some losses only; in sigmoid, as axolotl pins it, up to a version."""
+    loss = draft.get("method.loss") or "sigmoid"
+    if loss == "sigmoid" and not is_off(draft.left.get(key)):
+        why = "older versions of TRL smooth this loss, newer ones do not"
+        draft.changed(key, "method.label_smoothing", float(draft.take(key)), why)
+    elif loss in _SMOOTHED:
         draft.move(key, "method.label_smoothing", float)
     else:
         draft.drop({key: "TRL does not smooth this loss"})

@@ -29,11 +29,13 @@ KEYS: dict[str, tuple[str, Any]] = {
 # name: peft would read it as an option that changes the adapter's function.
 IGNORED = {
     *("peft_type", "peft_version", "task_type", "base_model_name_or_path", "revision", "inference_mode"),
-    *("auto_mapping", "lora_dropout", "fan_in_fan_out", "layers_pattern", "exclude_modules", "ensure_weight_tying"),
+    *("auto_mapping", "lora_dropout", "fan_in_fan_out", "ensure_weight_tying"),
+    "exclude_modules",  # compared with the adapted modules when weights are loaded
     *("bias", "init_lora_weights", "corda_config", "eva_config", "loftq_config", "lora_ga_config"),  # looked at below
     *("megatron_core", "qalora_group_size"),  # of options that are keys of their own
 }
 _SHOWN = 80  # characters of a value in a message: someone else's file may hold megabytes
+_TASKS = ("CAUSAL_LM", "SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
 _MUTATES = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that change the base model
 
 
@@ -133,7 +135,25 @@ def _unsupported(raw: dict[str, Any]) -> list[str]:
         wrong.append(f"bias: {bias}")
     if start.startswith(_MUTATES):
         wrong.append(f"init_lora_weights: {start}")
-    return wrong
+    return wrong + [f"{key}: {str(raw.get(key))[:_SHOWN]}" for key in _refused_by_peft(raw)]
+
+
+def _refused_by_peft(raw: dict[str, Any]) -> Iterator[str]:
+    """Keys whose values have no effect here, but which peft refuses."""
+    if raw.get("task_type") not in (None, *_TASKS):
+        yield "task_type"
+    dropout = raw.get("lora_dropout", 0)
+    if not isinstance(dropout, int | float) or not 0 <= dropout <= 1:
+        yield "lora_dropout"
+    named = ("target_modules", "target_parameters", "modules_to_save", "exclude_modules")
+    if odd := [key for key in named if not isinstance(raw.get(key) or [], str | list)]:
+        yield from odd
+        return
+    targets, parameters = raw.get("target_modules") or [], map(str, raw.get("target_parameters") or ())
+    linear = [one.removesuffix(".weight") for one in parameters if one.endswith(".weight")]
+    twice = (f".{one}".endswith(f".{name}") for one in linear for name in targets)
+    if linear and (isinstance(targets, str) or any(twice)):
+        yield "target_parameters"
 
 
 def differences(section: dict[str, Any], settings: dict[str, Any]) -> Iterator[Conflict]:

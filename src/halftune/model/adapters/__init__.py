@@ -12,6 +12,7 @@ import torch
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 from peft.import_utils import is_bnb_4bit_available, is_bnb_available, is_torchao_available
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from safetensors import safe_open
 from transformers import PreTrainedModel
@@ -20,13 +21,15 @@ from halftune.config.facts.folder import check_adapter
 from halftune.config.facts.safetensors_headers import read_header
 from halftune.config.sections.model import AdapterSection, LoraAdapter
 from halftune.core import table
-from halftune.core.errors import ModelError
+from halftune.core.errors import ConfigError, ModelError, PlanError
 from halftune.core.optional import UNUSED, without
 from halftune.model.adapters.peft_experts import restore_targets, unchanged_targets
 from halftune.model.architectures import ignore_peft_warnings
 from halftune.model.load_errors import LOAD_ERRORS, first_line
 from halftune.model.towers import towers_of
+from halftune.model.vocabulary import is_tied
 from halftune.plan import Plan
+from halftune.plan.targets import expression_limits, is_target
 from halftune.precision.dtypes import kept_names, mark_kept, plain_name, torch_dtype
 from halftune.precision.report import is_adapter_weight
 
@@ -59,6 +62,18 @@ def _cast_weights(model: torch.nn.Module, trainable: torch.dtype, kept: Iterable
     for name, buffer in model.named_buffers():
         if is_adapter_weight(name) and buffer.is_floating_point():  # VeRA's shared matrices
             buffer.data = buffer.data.to(trainable)
+
+
+def share_tied(adapted: PeftModel) -> None:
+    """Let the trained copies of an embedding and its output layer share one weight, as the originals do.
+
+    peft does so for LoRA only, and only for embeddings whose names it knows. Copies of different weights stay apart.
+    """
+    base: Any = adapted.get_base_model()
+    pair = (base.get_input_embeddings(), base.get_output_embeddings())
+    copies: list[Any] = [one.modules_to_save["default"] for one in pair if isinstance(one, ModulesToSaveWrapper)]
+    if len(copies) == 2 and (copies[0].weight.is_meta or torch.equal(copies[0].weight, copies[1].weight)):
+        copies[1].weight = copies[0].weight
 
 
 def cast_adapter(model: torch.nn.Module, plan: Plan) -> None:
@@ -113,8 +128,25 @@ def attach_adapter(
 
         initialise(adapted, adapter, plan, seed, initial)
     if isinstance(adapted, PeftModel):
+        _check_apart(adapted)
         adapted.peft_config["default"].revision = revision
     return adapted
+
+
+def _check_apart(adapted: PeftModel) -> None:
+    """Refuse an adapter inside the copy of a module that is trained in full: nothing finds its weights on load.
+
+    The plan does so if it knows the model's modules.
+
+    Raises:
+        ConfigError: names the first module.
+    """
+    for name, module in adapted.get_base_model().named_modules():
+        if isinstance(module, ModulesToSaveWrapper) and any(
+            isinstance(one, BaseTunerLayer) for one in module.modules()
+        ):
+            what, remedy = f"{name} is trained in full and adapted", "remove it from one of both"
+            raise ConfigError(what, where="adapter.modules_to_save", remedy=remedy, code="config.keys_conflict")
 
 
 @contextmanager
@@ -140,8 +172,10 @@ def load_adapter(model: PreTrainedModel, folder: Path, plan: Plan) -> PeftModel:
             what, where=str(folder), remedy="use the folder of a finished run", code="model.adapter_missing"
         )
     check_adapter(folder)
+    tied = is_tied(model)
     try:
         config: Any = PeftConfig.from_pretrained(str(folder))
+        _check_expressions(config, model, folder)
         ours = restore_targets(config, model)
         with ignore_peft_warnings(), without_unused_formats(), unchanged_targets() if ours else nullcontext():
             warnings.filterwarnings("ignore", message="Found missing adapter keys")  # they are checked below
@@ -153,8 +187,27 @@ def load_adapter(model: PreTrainedModel, folder: Path, plan: Plan) -> PeftModel:
         raise ModelError(what, where=str(folder), remedy=_remedy(model), code="model.adapter_mismatch") from error
     check_whole(adapted, folder)
     _load_left_out(adapted, folder)
+    if tied:
+        share_tied(adapted)
     cast_adapter(adapted, plan)
     return adapted.eval()
+
+
+def _check_expressions(config: PeftConfig, model: torch.nn.Module, folder: Path) -> None:
+    """Match the regular expressions of an adapter's config once with a time limit, which peft does not have.
+
+    Raises:
+        ModelError: one is not valid, or takes too long.
+    """
+    for key in ("target_modules", "exclude_modules"):
+        asked = getattr(config, key, None)
+        if isinstance(asked, str):
+            try:
+                with expression_limits(asked):
+                    _ = [is_target(name, asked) for name, _module in model.named_modules()]
+            except PlanError as error:
+                remedy = f"write {key} in adapter_config.json as a list of names"
+                raise ModelError(error.what, where=str(folder), remedy=remedy, code="model.adapter_mismatch") from error
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -17,14 +17,14 @@ from transformers.pytorch_utils import Conv1D
 
 from halftune.config.sections.model import LoraAdapter, PeftAdapter
 from halftune.core.errors import ConfigError
-from halftune.model.adapters import cast_adapter
+from halftune.model.adapters import cast_adapter, share_tied
 from halftune.model.adapters.peft_experts import mistaken_for_experts, unchanged_targets
 from halftune.model.adapters.targets import without_routers
 from halftune.model.architectures import ignore_peft_warnings
 from halftune.model.towers import towers_of
-from halftune.model.vocabulary import is_tied, vocabulary_modules
+from halftune.model.vocabulary import tied_names, vocabulary_modules
 from halftune.plan import Plan
-from halftune.plan.trainable import wraps
+from halftune.plan.targets import is_target, refuse_saved_targets, refuse_tied, wraps
 
 
 def attach(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan, seed: int) -> PeftModel:
@@ -33,7 +33,7 @@ def attach(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan, seed: int) 
     Raises:
         ConfigError: a target or a module to save does not exist in this model, or peft cannot load such an adapter.
     """
-    config = _config(model, adapter, plan)
+    config, tied = _config(model, adapter, plan), tied_names(model)
     with torch.random.fork_rng(devices=[]), ignore_peft_warnings(), unchanged_targets():
         torch.manual_seed(seed)
         try:
@@ -45,6 +45,8 @@ def attach(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan, seed: int) 
     assert isinstance(adapted, PeftModel)
     if adapter.use_dora:
         _check_dora(adapted)
+    if tied:
+        share_tied(adapted)
     cast_adapter(adapted, plan)
     if adapter.use_dora:
         _measure_magnitudes(adapted)
@@ -61,15 +63,15 @@ def attach(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan, seed: int) 
 
 def _config(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan) -> LoraConfig:
     """The adapter as peft describes it."""
-    targets = without_routers(model) if adapter.target_modules == "all-linear" else find_targets(model, adapter)
-    saved = find_modules_to_save(model, adapter, plan)
-    tied = is_tied(model) and any(name.rpartition(".")[2] in EMBEDDING_LAYER_NAMES for name in saved or ())
+    saved, tied = find_modules_to_save(model, adapter, plan), tied_names(model)
+    # peft ties the copies itself where it knows the embedding's name
+    known = saved and tied and tied[0].rpartition(".")[2] in EMBEDDING_LAYER_NAMES and tied[0].endswith(tuple(saved))
     return LoraConfig(
         task_type=task_type(plan),
         r=adapter.rank,
         lora_alpha=adapter.alpha,  # type: ignore[arg-type]  # peft takes fractions, too
         lora_dropout=adapter.dropout,
-        target_modules=targets,
+        target_modules=_targets(model, adapter, saved or ()),
         target_parameters=list(adapter.target_parameters) or None,
         exclude_modules=_left_out(model, plan),
         modules_to_save=saved,
@@ -77,8 +79,20 @@ def _config(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan) -> LoraCon
         use_dora=adapter.use_dora,
         init_lora_weights="gaussian" if adapter.init == "gaussian" else True,
         bias="none",
-        ensure_weight_tying=tied,
+        ensure_weight_tying=bool(known),
     )
+
+
+def _targets(model: PreTrainedModel, adapter: LoraAdapter, saved: Sequence[str]) -> str | list[str]:
+    """The targets as they were written, or as full names where peft would match other modules, too."""
+    asked = adapter.target_modules
+    if asked == "all-linear":
+        return without_routers(model, saved)
+    names = find_targets(model, adapter)
+    matched = [name for name, _ in model.named_modules() if is_target(name, asked)]
+    if matched != names:
+        return names
+    return asked if isinstance(asked, str) else list(asked)
 
 
 def _left_out(model: PreTrainedModel, plan: Plan) -> str | None:
@@ -117,27 +131,31 @@ def _measure_magnitudes(adapted: PeftModel) -> None:
             dora.weight.data.copy_(norms)  # lora_B is zero, so these are the norms of the sum
 
 
-def find_targets(model: PreTrainedModel, adapter: LoraAdapter | PeftAdapter) -> str | list[str]:
-    """Target modules for peft; checks that each entry matches a module.
+def find_targets(model: PreTrainedModel, adapter: LoraAdapter | PeftAdapter) -> list[str]:
+    """Full names of the layers that an expression or names mean; checks that each entry matches one.
 
     Raises:
-        ConfigError: an entry matches no module.
+        ConfigError, PlanError: an entry matches no layer, a layer in a module that is trained in full, or one of two
+            layers that share a weight.
     """
     asked = adapter.target_modules
-    names = [name for name, module in model.named_modules() if isinstance(module, layer_types(adapter))]
-    endings = sorted({name.rpartition(".")[2] for name in names})
+    every = [name for name, module in model.named_modules() if isinstance(module, layer_types(adapter))]
+    endings = sorted({name.rpartition(".")[2] for name in every})
     known = f"this model has: {', '.join(endings)}"
     if isinstance(asked, str):
         hint = f"write it as a list: [{asked}]" if asked in endings else f"it must match full names; {known}"
-        _check_pattern(asked, names, hint)
-        return asked
-    for ending in asked:
-        if not any(f".{name}".endswith(f".{ending}") for name in names):
+        _check_pattern(asked, every, hint)
+    for ending in () if isinstance(asked, str) else asked:
+        if not any(is_target(name, (ending,)) for name in every):
             close = get_close_matches(ending, endings, n=1)
             raise _bad_targets(
                 f"no module is called {ending!r}", f"did you mean {close[0]}? {known}" if close else known
             )
-    return list(asked)
+    names = [name for name in every if is_target(name, asked)]
+    refuse_saved_targets(names, adapter.modules_to_save)
+    if shared := [name for name in tied_names(model) if name in names]:
+        raise refuse_tied(adapter.model_dump()["type"], shared[0])
+    return names
 
 
 _TYPES: dict[str, type[torch.nn.Module]] = {
@@ -152,7 +170,7 @@ def layer_types(adapter: LoraAdapter | PeftAdapter) -> tuple[type[torch.nn.Modul
     return tuple(kind for name, kind in _TYPES.items() if name in wraps(adapter))
 
 
-def _check_pattern(asked: str, names: Iterable[str], hint: str) -> None:
+def _check_pattern(asked: str, names: Sequence[str], hint: str) -> None:
     try:
         pattern = re.compile(asked)
     except re.error as error:
@@ -173,6 +191,8 @@ def task_type(plan: Plan) -> TaskType:
 def find_modules_to_save(model: PreTrainedModel, adapter: LoraAdapter | PeftAdapter, plan: Plan) -> list[str] | None:
     """The modules to train in full: those of the config, a score head, and with added tokens the vocabulary's.
 
+    Of an embedding and an output layer that share a weight, both or none.
+
     Raises:
         ConfigError: a module does not exist in this model.
     """
@@ -189,4 +209,6 @@ def find_modules_to_save(model: PreTrainedModel, adapter: LoraAdapter | PeftAdap
         from halftune.model.parts import saved_parts
 
         more += saved_parts(model, plan)
-    return list(dict.fromkeys((*adapter.modules_to_save, *more))) or None
+    saved, tied = tuple(dict.fromkeys((*adapter.modules_to_save, *more))), tied_names(model)
+    missing = [name for name in tied if not name.endswith(saved)]
+    return [*saved, *(missing if len(missing) < len(tied) else ())] or None

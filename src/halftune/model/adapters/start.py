@@ -20,6 +20,7 @@ from halftune.model.adapters import check_whole
 from halftune.model.identity import check_base
 from halftune.model.locate import download
 from halftune.model.result import base_of_result
+from halftune.plan.targets import expression_limits, is_target
 
 log = get_logger(__name__)
 
@@ -32,12 +33,14 @@ def load_start(adapted: PeftModel, adapter: LoraAdapter) -> None:
     """
     assert adapter.name_or_path is not None
     folder = locate_adapter(adapter.name_or_path)
-    settings = settings_of(read_json(folder / CONFIG), where=str(folder))
+    raw = read_json(folder / CONFIG)
+    settings = settings_of(raw, where=str(folder))
     for key, asked, stored in differences(adapter.model_dump(), settings):
         if key not in ("target_modules", "modules_to_save"):  # compared by the names of the weights
             what = f"adapter.{key} is {asked!r}, but the adapter has {stored!r}"
             remedy = f"set adapter.{key}: {stored}"
             raise ModelError(what, where=str(folder), remedy=remedy, code="model.adapter_mismatch")
+    _check_excluded(adapted, raw.get("exclude_modules") or [], folder)
     check_whole(adapted, folder)
     own, stored = get_peft_model_state_dict(adapted, save_embedding_layers=False), load_file(folder / WEIGHTS)
     for name, tensor in stored.items():
@@ -49,6 +52,21 @@ def load_start(adapted: PeftModel, adapter: LoraAdapter) -> None:
         for name, tensor in stored.items():
             own[name].copy_(tensor)
     log.info("training starts from the adapter in %s", folder)
+
+
+def _check_excluded(adapted: PeftModel, excluded: str | list[str], folder: Path) -> None:
+    """Check that the adapter's config excludes no module that is adapted here.
+
+    Raises:
+        ModelError: names the first.
+    """
+    names: list[str] = sorted(adapted.base_model.targeted_module_names)  # type: ignore[arg-type,union-attr]
+    with expression_limits(str(excluded)):
+        found = [name for name in names if is_target(name, excluded)]
+    if found:
+        what = f"training cannot continue an adapter with exclude_modules: {str(excluded)[:80]} (it has {found[0]})"
+        remedy = "use an adapter whose adapter_config.json has no exclude_modules"
+        raise ModelError(what, where=str(folder), remedy=remedy, code="model.adapter_unsupported")
 
 
 def locate_adapter(name: str) -> Path:

@@ -1,6 +1,8 @@
-"""Resolves ``all-linear``: excludes routers and layers that peft refuses."""
+"""Resolves ``all-linear``: excludes routers, layers that peft refuses, and modules that are trained in full."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -9,15 +11,16 @@ from transformers.pytorch_utils import Conv1D
 from halftune.config.facts.families import family_of
 from halftune.config.facts.sizes import EXPERTS
 from halftune.core.log import get_logger
+from halftune.plan.targets import saved_around
 
 log = get_logger(__name__)
 
 
-def without_routers(model: PreTrainedModel) -> str | list[str]:
+def without_routers(model: PreTrainedModel, saved: Sequence[str] = ()) -> str | list[str]:
     """``all-linear``, or the full names of the linear layers if some must be excluded.
 
     Routers of mixture-of-experts models stay frozen: some return more than a tensor, and changing the choice of experts
-    is not a small update.
+    is not a small update. ``saved``: the modules that are trained in full.
     """
     linear, routers, refused = linear_layers(model)
     kind = model.config.model_type
@@ -28,9 +31,8 @@ def without_routers(model: PreTrainedModel) -> str | list[str]:
         if left_out:
             leaves = sorted({name.rpartition(".")[2] for name in left_out})
             log.info("all-linear excludes %d layers (%s): %s", len(left_out), ", ".join(leaves), why)
-    if not routers and not refused:
-        return "all-linear"
-    return [name for name in linear if name not in routers and name not in refused]
+    names = [name for name in linear if name not in {*routers, *refused} and not saved_around(name, saved)]
+    return names if len(names) < len(linear) else "all-linear"
 
 
 def linear_layers(model: PreTrainedModel) -> tuple[list[str], set[str], set[str]]:

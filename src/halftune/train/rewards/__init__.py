@@ -63,11 +63,9 @@ def _from_file(path: str, name: str) -> RewardFunction:
     return function
 
 
-def names(sections: Sequence[RewardFunctionSection]) -> list[str]:
-    """A name for each function: its own, with a number where an earlier one has it too."""
-    own = [one.function for one in sections]
-    counts = [own[: place + 1].count(name) for place, name in enumerate(own)]
-    return [name if count == 1 else f"{name}_{count}" for name, count in zip(own, counts, strict=True)]
+def answer_text(value: Any) -> str:
+    """A value of the column ``answer`` as text; "" where it is missing: None, or NaN as tables have it."""
+    return "" if value is None or (isinstance(value, float) and math.isnan(value)) else str(value).strip()
 
 
 class Rewards:
@@ -149,8 +147,10 @@ class Rewards:
         return torch.tensor([one.weight for one in self._sections])
 
     def total(self, rewards: torch.Tensor) -> torch.Tensor:
-        """The weighted sum ``[N]`` of rewards ``[F, N]``; NaN counts nothing, and gives NaN where all are."""
-        return torch.where(rewards.isnan().all(dim=0), torch.nan, (rewards * self.weights[:, None]).nansum(dim=0))
+        """The weighted sum ``[N]`` of rewards ``[F, N]``; NaN where all with a weight are NaN, which counts nothing."""
+        weights = self.weights[:, None]
+        unjudged = (rewards.isnan() | (weights == 0)).all(dim=0)
+        return torch.where(unjudged, torch.nan, (rewards * weights).nansum(dim=0))
 
 
 async def _all(waiting: Iterable[Awaitable[Any]]) -> list[Any]:

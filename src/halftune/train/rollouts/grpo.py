@@ -15,10 +15,10 @@ from halftune.config.sections.method import GrpoMethod
 from halftune.core.log import get_logger
 from halftune.data.batch import Batch
 from halftune.data.store import Example, Segment
-from halftune.methods.grpo import ADVANTAGES, DROPPED, SERVED, Grpo, advantages, spread
+from halftune.methods.grpo import ADVANTAGES, DROPPED, SERVED, Grpo, advantages, reward_metrics, spread
 from halftune.model.added_tokens import visible_text
 from halftune.train.feed import Feed
-from halftune.train.rewards import Rewards, names
+from halftune.train.rewards import Rewards
 from halftune.train.rollouts.batches import batch_of
 from halftune.train.rollouts.sampling import Answer, Sampler
 from halftune.train.state import TrainState
@@ -38,7 +38,7 @@ class Group:
         answers: G answers.
         texts: their texts.
         asked: the prompt's text.
-        found: ``[G, R]``, of each reward function; NaN: nothing to say.
+        found: ``[G, F]``, of each reward function; NaN: nothing to say.
         rewards: ``[G]``, their weighted sum; NaN where all have nothing to say.
     """
 
@@ -112,7 +112,7 @@ class GrpoRollouts:
             ]
             self.shown = {"prompt": first[0].asked, "answers": shown}
         self._watch(first)
-        return self._batch(batch, groups, self._measured(first), feed)
+        return self._batch(batch, groups, self._measured(first, feed), feed)
 
     def _groups(self, examples: Sequence[int], slots: Sequence[int], attempt: int, feed: Feed) -> list[Group]:
         """Answers to prompts, with their rewards.
@@ -139,11 +139,11 @@ class GrpoRollouts:
         for place, index in enumerate(examples):
             own = slice(place * number, (place + 1) * number)
             prompt, words = prompts[place].input_ids, asked[place * number]
-            made.append(Group(index, prompt, answers[own], texts[own], words, found[own], totals[own]))
+            made.append(Group(index, prompt, answers[own], texts[own], words, found[:, own].T, totals[own]))
         return made
 
-    def _measured(self, groups: Sequence[Group]) -> dict[str, torch.Tensor]:
-        """Columns of a batch for the metrics."""
+    def _measured(self, groups: Sequence[Group], feed: Feed) -> dict[str, torch.Tensor]:
+        """Columns of a batch for the metrics; an evaluation measures prompts with a judged answer only."""
         rewards = torch.stack([one.rewards for one in groups])
         answers = [one for group in groups for one in group.answers]
         lengths = torch.tensor([len(one.ids) for one in answers], dtype=torch.float32).view(rewards.shape)
@@ -155,9 +155,10 @@ class GrpoRollouts:
             "completion_length": lengths.mean(dim=1),
             "truncated": torch.from_numpy(self.sampler.truncated(answers)).float().view(rewards.shape).mean(dim=1),
         }
-        if len(self.section.rewards) > 1:
-            each = torch.stack([one.found for one in groups]).nanmean(dim=1)
-            columns |= {f"reward_{name}": each[:, i] for i, name in enumerate(names(self.section.rewards))}
+        each = torch.stack([one.found for one in groups]).nanmean(dim=1)
+        columns |= {name: each[:, i] for i, name in enumerate(reward_metrics(self.section))}
+        if feed.evaluation:  # a batch without a judged answer is left out
+            columns = {name: torch.where(mean.isnan(), torch.nan, one) for name, one in columns.items()}
         return columns
 
     def _batch(self, batch: Batch, groups: Sequence[Group], measured: dict[str, torch.Tensor], feed: Feed) -> Batch:
