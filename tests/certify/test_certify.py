@@ -12,9 +12,10 @@ from standins.remote_code_models import stranger
 from transformers import CONFIG_MAPPING
 
 from halftune.certify.certificate import Certificate, Line
-from halftune.certify.certify import certify
+from halftune.certify.certify import _small, certify
+from halftune.certify.conversations import conversations
+from halftune.certify.numbers import same_numbers
 from halftune.certify.runs import resumed
-from halftune.certify.template import conversations
 from halftune.certify.workbench import TOKENIZER, Workbench
 from halftune.cli import main
 from halftune.config.sections.model import ModelSection
@@ -64,7 +65,16 @@ def test_a_sound_model_is_certified(tmp_path: Path, kind: str) -> None:
     assert found.failed == ()
     assert {line.check for line in lines(found, "", "refused")} == REFUSED.get(kind, set())
     whole = {line.check for line in found.lines if line.verdict == "yes"} | REFUSED.get(kind, set())
-    expected = {"parameters", "dtypes bf16", "dtypes fp16", "padded rows", "packing", "resume"}
+    expected = {
+        "parameters",
+        "dtypes bf16",
+        "dtypes fp16",
+        "padded rows",
+        "left padding",
+        "train mode",
+        "packing",
+        "resume",
+    }
     expected |= {f"adapter {one}" for one in ("lora", "oft", "vera", "ia3", "loha", "lokr")}
     expected |= {f"method {one}" for one in ("sft", "dpo", "kto", "reward", "grpo", "distill")}
     assert expected <= whole
@@ -84,7 +94,7 @@ def test_a_template_that_loses_a_turn_is_named(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "t.jinja").write_text(SECOND_SYSTEM_IS_LOST)
     found = certified("builtin:qwen2-tiny", chat_template=str(tmp_path / "t.jinja"))
     (line,) = lines(found, "template", "no")
-    assert "three turns" in line.evidence
+    assert "six turns" in line.evidence
     assert "one turn" not in line.evidence
 
 
@@ -148,7 +158,41 @@ def test_positions_that_are_ignored_in_packed_rows_are_named(tmp_path: Path) -> 
     raw = {**CONFIG_MAPPING["gpt2"](**KINDS["gpt2"]).to_dict(), "model_type": "heedless", "auto_map": classes}
     (tmp_path / "config.json").write_text(json.dumps({**raw, "architectures": ["HeedlessForCausalLM"]}))
     found = certified(tmp_path, trust_remote_code=True)
-    assert {line.check for line in found.failed} == {"packing"}
+    assert {line.check for line in found.failed} == {"packing", "left padding"}
+
+
+BROKEN = {
+    "left padding": """
+    def forward(self, input_ids=None, attention_mask=None, **rest):
+        return super().forward(input_ids=input_ids, **rest)
+""",
+    "gradients": """
+    def __init__(self, config):
+        super().__init__(config)
+        self.transformer.h[0].register_forward_hook(lambda module, given, out: out.detach())
+""",
+    "train mode": """
+    def forward(self, input_ids=None, position_ids=None, **rest):
+        out = super().forward(input_ids=input_ids, position_ids=position_ids, **rest)
+        out.logits = out.logits * 2 if self.training else out.logits
+        return out
+""",
+}
+
+
+@pytest.mark.parametrize("check", BROKEN)
+def test_a_forward_that_is_broken_is_named(tmp_path: Path, check: str) -> None:
+    head, _, _ = IGNORES_POSITIONS.partition("    def forward")
+    (tmp_path / "modeling_heedless.py").write_text(head + BROKEN[check])
+    classes = {
+        "AutoConfig": "modeling_heedless.HeedlessConfig",
+        "AutoModelForCausalLM": "modeling_heedless.HeedlessForCausalLM",
+    }
+    raw = {**CONFIG_MAPPING["gpt2"](**KINDS["gpt2"]).to_dict(), "model_type": "heedless", "auto_map": classes}
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "architectures": ["HeedlessForCausalLM"]}))
+    section = ModelSection(name_or_path=str(tmp_path), trust_remote_code=True)
+    small = _small(Workbench(tmp_path, section, section))
+    assert [line.check for line in same_numbers(small) if line.verdict == "no"] == [check]
 
 
 def test_there_are_forty_different_conversations_of_eight_kinds() -> None:

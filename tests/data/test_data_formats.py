@@ -9,7 +9,7 @@ import pytest
 from halftune.core.errors import DataError
 from halftune.data.conversation import RowDropped, RowError
 from halftune.data.formats import FORMATS, load_format
-from halftune.data.mask import NO_TOOLS
+from halftune.data.omitted_text import NO_TOOLS
 from halftune.data.pipeline import prepare
 
 

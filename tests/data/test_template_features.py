@@ -7,7 +7,8 @@ import re
 import pytest
 
 from halftune.core.errors import DataError
-from halftune.data.mask import LEFT_OUT, LOST_TEXT, NO_SYSTEM_SHOWN, VAGUE
+from halftune.data.mask import VAGUE
+from halftune.data.omitted_text import LEFT_OUT, LOST_TEXT, NO_SYSTEM_SHOWN
 from halftune.data.pipeline import prepare
 from halftune.data.store import NO_LABEL
 from halftune.data.template_features import MADE_IDS, MERGED_SYSTEM, NO_PARALLEL, NO_SYSTEM, SPLIT
@@ -261,7 +262,7 @@ def test_a_text_that_a_template_leaves_out_is_named_or_its_row_dropped(
     tokenizer, path = make_tokenizer("qwen2", template), write([{"messages": messages}, {"messages": FOUR}])
     report = prepare(make_config(path), tokenizer).report.train[0]
     assert report.kept == 2
-    assert (report.notes[LOST_TEXT].count if LOST_TEXT in report.notes else 0) == lost
+    assert sum(report.notes[one].count for one in LOST_TEXT.values() if one in report.notes) == lost
     dropped = prepare(make_config(path, on_lost_text="drop"), tokenizer).report.train[0]
     assert dropped.kept == 2 - lost
 

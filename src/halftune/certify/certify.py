@@ -13,7 +13,7 @@ from halftune.certify.certificate import Certificate, Line, listed
 from halftune.certify.numbers import same_numbers
 from halftune.certify.runs import adapters, methods, resumed, train_losses
 from halftune.certify.small_model import write_small_checkpoint
-from halftune.certify.template import check_template
+from halftune.certify.tokenizer import check_tokenizer
 from halftune.certify.workbench import TOKENIZER, Workbench, reported
 from halftune.config.builtin_models import VOCAB_SIZE
 from halftune.config.facts.config_file import config_file
@@ -71,7 +71,7 @@ def _lines(section: ModelSection, hardware: Hardware, facts: ModelFacts, folder:
     counted = f"{facts.num_parameters:,} weights{towers}, counted in {where.get(facts.counted_in, facts.counted_in)}"
     yield Line("parameters", "yes" if exact else "note", counted)
     bench = Workbench(folder, section, section)
-    yield from check_template(bench)
+    yield from check_tokenizer(bench, facts, _beside(section))
     yield from _formats(bench, hardware, facts)
     yield from _dtypes(bench, hardware, facts)
     lines: list[Line] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -24,6 +26,9 @@ from halftune.train.setup import check_packing
 # fp32 at random weights: of the types that were walked 4e-4 for Gemma 3n, and at most 3e-5 for all others.
 GRADIENTS = 1e-3
 _SMALL = 1e-3  # gradients below this share of the largest one are measured against it
+_LAYER = re.compile(r"(.*?\.\d+)\.")
+_LEFT_OUT = re.compile(r"expert|tower|vis(ion|ual)|audio|embed_(images|speech)|projector|\bmtp\b|nextn")
+_NOISE = re.compile(r"drop|jitter")
 Gradients = tuple[float, dict[str, torch.Tensor]]  # a loss, and the gradient of each parameter by name
 FIRST, LAST = 100, 1000  # token ids: none is a special token
 
@@ -37,26 +42,86 @@ def same_numbers(bench: Workbench) -> Iterator[Line]:
         own = _own_gradients(load_model(loaded.run.model, plan), bench, samples)
         padded = load_model(loaded.run.model, replace(plan, batch=replace(plan.batch, packing=Choice(False, ""))))
         yield _compared("padded rows", *_gradients(padded, _padded(samples)), own, "in one padded batch")
-        lines: list[Line] = []
-        with reported("generation", lines):
-            lines.append(_cached(padded.eval(), samples[0]))
+        lines = [one] if (one := _unreached(padded)) else []
+        for check, run in (("left padding", _left_padded), ("train mode", _in_train_mode), ("generation", _cached)):
+            with reported(check, lines):
+                lines.append(run(padded.eval(), samples))
         with reported("packing", lines):
             lines.append(_packing(bench, own, samples))
         yield from lines
 
 
+def _unreached(model: Any) -> Line | None:
+    """Name weights that no gradient reaches, after a backward pass; a layer without any is a fault.
+
+    Experts that no token chose, towers and heads that predict later tokens have none in a sound run.
+    """
+    of_layer: dict[str, list[bool]] = {}
+    names = list[str]()
+    for name, one in model.named_parameters():
+        if _LEFT_OUT.search(name) or not one.requires_grad:
+            continue
+        reached = one.grad is not None and bool(one.grad.any())
+        if layer := _LAYER.match(name):
+            of_layer.setdefault(layer[1], []).append(reached)
+        if not reached:
+            names.append(name)
+    if cut := [layer for layer, reached in of_layer.items() if not any(reached)]:
+        return Line("gradients", "no", f"no gradient reaches {listed(cut)}")
+    return Line("gradients", "note", f"no gradient reaches {listed(names)}") if names else None
+
+
 @torch.no_grad()
-def _cached(model: Any, ids: torch.Tensor) -> Line:
+def _left_padded(model: Any, samples: list[torch.Tensor]) -> Line:
+    """Compare the last logits of a row padded on the left, as in generation, with those of the row alone."""
+    short, long = sorted(samples, key=lambda one: one.shape[1])[::2]
+    more = long.shape[1] - short.shape[1]
+    mask = torch.ones_like(long).repeat(2, 1)
+    mask[0, :more] = 0
+    inputs = {"input_ids": torch.cat([F.pad(short, (more, 0)), long]), "attention_mask": mask}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    found = model(**inputs, use_cache=False).logits[:, -1]
+    expected = torch.cat([model(input_ids=one, use_cache=False).logits[:, -1] for one in (short, long)])
+    return _close("left padding", "a row padded on the left against the row alone", found, expected)
+
+
+@torch.no_grad()
+def _in_train_mode(model: Any, samples: list[torch.Tensor]) -> Line:
+    """Compare the logits of train mode, without dropout and noise, with those of eval mode."""
+    expected = model(input_ids=samples[0], use_cache=False).logits
+    places = [*model.modules(), model.config, model.config.get_text_config()]
+    kept = [(one, name, value) for one in places for name, value in vars(one).items() if _is_noise(name, value)]
+    for one, name, _ in kept:
+        setattr(one, name, 0.0)
+    found = model.train()(input_ids=samples[0], use_cache=False).logits
+    model.eval()
+    for one, name, value in kept:
+        setattr(one, name, value)
+    return _close("train mode", "train mode without dropout against eval mode", found, expected)
+
+
+def _is_noise(name: str, value: Any) -> bool:
+    """Whether an attribute is the strength of dropout or noise; ``p`` is that of ``nn.Dropout``."""
+    return isinstance(value, float) and (name == "p" or _NOISE.search(name) is not None)
+
+
+def _close(check: str, what: str, found: torch.Tensor, expected: torch.Tensor) -> Line:
+    error = float((found - expected).norm() / expected.norm())
+    return Line(check, "yes" if error <= GRADIENTS else "no", f"{what}: relative error of the logits {error:.0e}")
+
+
+@torch.no_grad()
+def _cached(model: Any, samples: list[torch.Tensor]) -> Line:
     """Compare the logits of the last token, computed from a cache of those before, with those of one pass."""
+    ids = samples[0]
     expected = model(input_ids=ids, use_cache=False).logits[:, -1]
     first = model(input_ids=ids[:, :-1], use_cache=True)
     cache = getattr(first, "past_key_values", None)
     if cache is None:
         return Line("generation", "note", "the class keeps no cache of keys and values")
     found = model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True).logits[:, -1]
-    error = float((found - expected).norm() / expected.norm())
-    what = f"a token from the cache against one pass: relative error of the logits {error:.0e}"
-    return Line("generation", "yes" if error <= GRADIENTS else "no", what)
+    return _close("generation", "a token from the cache against one pass", found, expected)
 
 
 def _packing(bench: Workbench, own: Gradients, samples: list[torch.Tensor]) -> Line:

@@ -2,138 +2,178 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from halftune.certify.certificate import Line, Verdict, listed
+from halftune.certify.conversations import BESIDE, COUNT, MARK, REASONED, THOUGHT, conversations
+from halftune.certify.headers import OPENS_THOUGHT, header_faults, parts_of
 from halftune.certify.workbench import Workbench
 from halftune.core.errors import HalftuneError
-from halftune.data import mask
+from halftune.data import mask, omitted_text
+from halftune.data.chat import ChatTemplate
 from halftune.data.pipeline import prepare
-from halftune.data.split import TokenizedSplit
-from halftune.model.tokenizer import load_tokenizer
+from halftune.data.store import Segment
+from halftune.data.template_features import NO_PARALLEL, SPLIT
 
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather of a town.",
-        "parameters": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]},
-    },
+_LOST = {
+    **{note: f"a {role} message's text" for role, note in omitted_text.LOST_TEXT.items()},
+    omitted_text.MOVED: "the order of messages",
+    omitted_text.LEFT_OUT: "an answer's text",
+    omitted_text.LOST_REASONING: "the reasoning in an answer's text",
+    omitted_text.LOST_TOOLS: "a tool, its description or a parameter",
 }
-# The texts around a mark that occurs once in a conversation.
-_TEXTS = (
-    'Say {} & "so" <b>.',
-    "First line\n\n    {}\n- last line",
-    "你好 {} 🎉",
-    "  {} with spaces around  ",
-    "{0} or not {0}",
-)
-_LOST = {mask.LOST_TEXT: "a message's text", mask.LEFT_OUT: "an answer's text"}
 _UNSUPPORTED = {
-    mask.NO_TOOLS: "tools",
-    mask.NO_REASONING: "reasoning",
-    mask.NO_SYSTEM_SHOWN: "system messages",
+    omitted_text.NO_TOOLS: "tools",
+    omitted_text.NO_REASONING: "reasoning",
+    omitted_text.NO_SYSTEM_SHOWN: "system messages",
     mask.VAGUE: "answers whose begin it does not show",
+    mask.NO_END: "a token that ends an answer",
+    SPLIT: "parallel tool calls, which become a turn each",
+    NO_PARALLEL: "parallel tool calls",
 }
-_MARK = re.compile(r"[AUST]q\d+z")
-_REASONED = {"Aq88z", "Aq99z"}  # templates may leave reasoning out
+# kind of conversation → what templates of published models leave out on purpose; the data report of a run counts it
+_OFTEN = {BESIDE: "text beside a tool call", THOUGHT: "reasoning in an answer's text (<think>)"}
+_NO_LABEL, _CHANGED = "a part of an answer has none", "an answer is changed"
 _ROLE = re.compile(r"\b(assistant|user|human|model|system)\b", re.IGNORECASE)
 
 
-def check_template(bench: Workbench) -> Iterator[Line]:
-    """Tokenise 40 conversations and look at the tokens with a label."""
-    try:
-        tokenizer = load_tokenizer(bench.whole)
-    except HalftuneError as error:
-        named = bench.whole.tokenizer is not None or bench.whole.chat_template is not None
-        absent = error.code == "model.tokenizer_missing" and not named
-        what = f"no template was checked: {error.what}"
-        yield Line("template", "note" if absent else "no", what, error.remedy or "")
-        return
+@dataclass
+class Tokenised:
+    """What the conversations became.
+
+    Attributes:
+        lengths: tokens of each.
+        largest: the largest id.
+        ends: the special tokens that end answers.
+    """
+
+    lengths: list[int] = field(default_factory=list)
+    largest: int = 0
+    ends: set[int] = field(default_factory=set)
+
+
+def check_template(bench: Workbench, tokenizer: PreTrainedTokenizerBase, seen: Tokenised) -> Iterator[Line]:
+    """Tokenise 40 conversations and look at the tokens with a label.
+
+    Args:
+        bench: of the model itself.
+        tokenizer: its tokenizer.
+        seen: is filled in.
+    """
     if not tokenizer.chat_template:
         verdict: Verdict = "note" if bench.whole.chat_template is None else "no"
         yield Line("template", verdict, "the tokenizer has no chat template", "set model.chat_template")
         return
-    yield from _look(bench, tokenizer)
-
-
-def _look(bench: Workbench, tokenizer: PreTrainedTokenizerBase) -> Iterator[Line]:
-    rows = list(conversations())
-    found: dict[str, list[str]] = {}
-    exact = 0
-    lost: dict[str, int] = {}
-    left_out: set[str] = set()
-    refused: dict[str, str] = {}
-    for kind, row in rows:
+    found = _Found()
+    template = None
+    for kind, row in conversations():
         path = bench.folder / "conversation-of-template.jsonl"
         path.write_text(json.dumps(row, ensure_ascii=False) + "\n")
-        config = bench.asked("template", data={"train": str(path), "max_length": 4096, "cache": False}).run
+        config = bench.asked("template", data={"train": str(path), "max_length": 16384, "cache": False}).run
         try:
             data = prepare(config, tokenizer)
+            template = template or ChatTemplate(tokenizer)
         except HalftuneError as error:
-            refused.setdefault(kind, error.what)
+            found.refused.setdefault(kind, error.what)
             continue
-        report = data.report.train[0]
-        for note in report.notes:
+        (segment,) = data.train.example(0).segments
+        _take(segment, tokenizer, seen)
+        found.add(kind, data.report.train[0].notes, [*_faults(segment, tokenizer, row), *header_faults(template, row)])
+    yield from found.lines()
+
+
+@dataclass
+class _Found:
+    """What is wrong with the conversations: fault → their kinds; and how many have no fault."""
+
+    exact: int = 0
+    opens_thought: bool = False
+    faults: dict[str, list[str]] = field(default_factory=dict)
+    lost: dict[str, int] = field(default_factory=dict)
+    left_out: set[str] = field(default_factory=set)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def add(self, kind: str, notes: Iterable[str], faults: list[str]) -> None:
+        often = kind in _OFTEN and not {omitted_text.LEFT_OUT, omitted_text.LOST_REASONING}.isdisjoint(notes)
+        if often:
+            self.left_out.add(_OFTEN[kind])
+            faults = [fault for fault in faults if fault not in (_NO_LABEL, _CHANGED)]
+        for note in notes:
+            if often and note in (omitted_text.LEFT_OUT, omitted_text.LOST_REASONING):
+                continue
             if note in _LOST:
-                lost[f"{_LOST[note]} in {kind}"] = lost.get(f"{_LOST[note]} in {kind}", 0) + 1
+                place = f"{_LOST[note]} in {kind}"
+                self.lost[place] = self.lost.get(place, 0) + 1
             elif note in _UNSUPPORTED:
-                left_out.add(_UNSUPPORTED[note])
-        if mask.NO_END in report.notes:
-            left_out.add("a token that ends an answer")
-        faults = _faults(data.train, tokenizer, row)
-        exact += not faults
+                self.left_out.add(_UNSUPPORTED[note])
+        self.opens_thought |= OPENS_THOUGHT in faults
+        faults = [fault for fault in faults if fault != OPENS_THOUGHT]
+        self.exact += not faults
         for fault in faults:
-            found.setdefault(fault, []).append(kind)
-    what = f"the labels of {exact} of {len(rows)} conversations are the answers and nothing else"
-    wrong = [f"{fault} in {listed(dict.fromkeys(of))}" for fault, of in found.items()]
-    yield Line("template", "no" if wrong or lost or not exact else "yes", "; ".join([what, *wrong, *_losses(lost)]))
-    for kind, why in refused.items():
-        yield Line("template", "note", f"refused in {kind}: {why}")
-    if left_out:
-        yield Line("template", "note", f"it leaves out {listed(sorted(left_out), 9)}; each run's data report says so")
+            self.faults.setdefault(fault, []).append(kind)
+
+    def lines(self) -> Iterator[Line]:
+        what = f"the labels of {self.exact} of {COUNT} conversations are the answers and nothing else"
+        wrong = [f"{fault} in {listed(dict.fromkeys(of))}" for fault, of in self.faults.items()]
+        wrong += [f"it loses {place} ({count} conversations)" for place, count in self.lost.items()]
+        yield Line("template", "no" if wrong or not self.exact else "yes", "; ".join([what, *wrong]))
+        for kind, why in self.refused.items():
+            yield Line("template", "note", f"refused in {kind}: {why}")
+        if self.left_out:
+            what = f"it leaves out {listed(sorted(self.left_out), 9)}; each run's data report says so"
+            yield Line("template", "note", what)
+        if self.opens_thought:
+            yield Line("template", "note", OPENS_THOUGHT, "write answers with reasoning")
 
 
-def _losses(lost: dict[str, int]) -> Iterator[str]:
-    for place, count in lost.items():
-        yield f"it loses {place} ({count} conversations)"
+def _take(segment: Segment, tokenizer: PreTrainedTokenizerBase, seen: Tokenised) -> None:
+    seen.lengths.append(len(segment.input_ids))
+    seen.largest = max(seen.largest, int(segment.input_ids.max()))
+    labelled = np.flatnonzero(segment.loss_mask)
+    last = int(segment.input_ids[labelled[-1]]) if len(labelled) else -1
+    if last in tokenizer.added_tokens_decoder:
+        seen.ends.add(last)
 
 
-def _faults(samples: TokenizedSplit, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> list[str]:
+def _faults(segment: Segment, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> list[str]:
     """What is wrong with the labels or the texts of a conversation."""
-    (segment,) = samples.example(0).segments
     edges = np.flatnonzero(np.diff(segment.loss_mask.astype(np.int8))) + 1
     runs = [str(tokenizer.decode(ids.tolist())) for ids in np.split(segment.input_ids, edges)]
     labelled = [bool(mask[0]) for mask in np.split(segment.loss_mask, edges)]
     trained = [run for run, label in zip(runs, labelled, strict=True) if label]
     inside, outside = (
-        set(_MARK.findall("".join(run for run, label in zip(runs, labelled, strict=True) if label is wanted)))
+        set(MARK.findall("".join(run for run, label in zip(runs, labelled, strict=True) if label is wanted)))
         for wanted in (True, False)
     )
     said = [one for one in row["messages"] if one["role"] == "assistant"]
-    marks = set(_MARK.findall(json.dumps(said)))
+    parts = [parts_of(one) for one in said]
+    marks, whole = set(MARK.findall(json.dumps(said))), "".join(trained)
     faults = []
     if inside - marks:
         faults.append("another text has labels")
-    if marks & outside or marks - inside - _REASONED:
-        faults.append("a part of an answer has none")
-    if any(one["content"].strip() not in "".join(trained) for one in said):
-        faults.append("an answer is changed")
-    if any(_begins_early(run, said) for run in trained):
+    if marks & outside or marks - inside - {REASONED}:
+        faults.append(_NO_LABEL)
+    if any(part not in whole for one in parts for part in one):
+        faults.append(_CHANGED)
+    if any(_begins_early(run, parts) for run in trained):
         faults.append("labels begin before the answer")
+    if "reasoning_content" in said[-1] and REASONED in whole.rpartition(parts[-1][-1])[2]:
+        faults.append("reasoning stands after its answer")
+    if segment.input_ids[:2].tolist() == [tokenizer.bos_token_id] * 2:
+        faults.append("the BOS token is there twice")
     return faults + _changed(str(tokenizer.decode(segment.input_ids.tolist())), row["messages"])
 
 
-def _begins_early(run: str, said: list[dict[str, Any]]) -> bool:
+def _begins_early(run: str, said: list[list[str]]) -> bool:
     """Whether a run of labels has the name of a role before its answer."""
-    starts = [place for one in said if one["content"] and (place := run.find(one["content"].strip())) >= 0]
+    starts = [place for parts in said if parts and (place := run.find(parts[0])) >= 0]
     return bool(starts) and _ROLE.search(run[: min(starts)]) is not None
 
 
@@ -147,31 +187,5 @@ def _changed(text: str, messages: list[dict[str, Any]]) -> list[str]:
             return ["a user's text is changed, lost or out of order"]
         at = found + 1
     contents = "".join(one["content"] for one in messages)
-    twice = any(text.count(one) > contents.count(one) for one in _MARK.findall(contents))
+    twice = any(text.count(one) > contents.count(one) for one in MARK.findall(contents))
     return ["a text is repeated"] if twice else []
-
-
-def conversations() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield 40 conversations, and what each is an example of: eight kinds, each with five ways to write texts."""
-    for text in _TEXTS:
-        numbers = itertools.count()
-
-        def say(role: str, letter: str, text: str = text, numbers: Iterator[int] = numbers, **more: Any) -> dict:
-            return {"role": role, "content": text.format(f"{letter}q{next(numbers)}z"), **more}
-
-        def turn(say: Any = say, **more: Any) -> list[dict[str, Any]]:
-            return [say("user", "U"), say("assistant", "A", **more)]
-
-        call = {"type": "function", "function": {"name": "weather", "arguments": {"town": "Aq77z"}}}
-        called = {"role": "assistant", "content": "", "tool_calls": [call]}
-        yield "one turn", {"messages": turn()}
-        yield "a system message", {"messages": [say("system", "S"), *turn()]}
-        yield "three turns", {"messages": [*turn(), *turn(), *turn()]}
-        yield "a system message and two turns", {"messages": [say("system", "S"), *turn(), *turn()]}
-        yield "tools that are not called", {"messages": turn(), "tools": [_TOOL]}
-        yield (
-            "a tool call",
-            {"messages": [say("user", "U"), called, say("tool", "T"), say("assistant", "A")], "tools": [_TOOL]},
-        )
-        yield "reasoning", {"messages": turn(reasoning_content="I think Aq88z.")}
-        yield "reasoning in the last of two turns", {"messages": [*turn(), *turn(reasoning_content="I think Aq99z.")]}

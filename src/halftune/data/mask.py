@@ -10,16 +10,12 @@ from halftune.data.chat import TRUSTED, ChatTemplate
 from halftune.data.control_tokens import texts_of
 from halftune.data.conversation import Conversation, RowDropped, RowError
 from halftune.data.locate import Turn, by_content, by_prefix
-from halftune.data.message_placeholders import shown_messages, text_ranges
+from halftune.data.message_placeholders import text_ranges
+from halftune.data.omitted_text import losses
 
 REWRITTEN = "the chat template rewrites earlier turns; they are trained as rendered"
 NEUTRALISED = "control tokens in texts were kept as plain text"
 NO_END = "the chat template adds no end-of-turn token after answers: the model does not learn to stop"
-NO_TOOLS = "the chat template does not support tools: they are omitted"
-NO_SYSTEM_SHOWN = "the chat template omits the system message (set data.merge_system: true to keep it)"
-LOST_TEXT = "the chat template omits the text of a message: answers are trained without it"
-NO_REASONING = "the chat template does not support reasoning: it is not trained"
-LEFT_OUT = "the chat template omits an answer's text: it is not trained"
 VAGUE = "the chat template does not show where an answer begins: it is not trained"
 _RATIO, _SMALL = 100, 1 << 20  # largest ratio of a rendering's length to its texts'; length that is always accepted
 
@@ -89,9 +85,7 @@ def render_turns(
         raise RowError(what, TRUSTED)
     written = _written(conversation, text, turns)
     _check_calls(conversation, written)
-    notes += [*_of_turns(turns), *_omitted(template, conversation, written)]
-    if _loses_text(template, messages, tools, text):
-        notes.append(LOST_TEXT)
+    notes += [*_of_turns(turns), *losses(template, conversation, messages, tools, text, turns)]
     chosen = _chosen(turns, conversation, written, train_on)
     untrained: tuple[tuple[int, int], ...] = ()
     if train_on == "all" and False in conversation.train:
@@ -186,57 +180,6 @@ def _check_calls(conversation: Conversation, written: Mapping[int, str]) -> None
             name = call["function"]["name"]
             if name not in answer and json.dumps(name, ensure_ascii=False)[1:-1] not in answer:
                 raise RowDropped("the chat template does not support tool calls")
-
-
-def _omitted(template: ChatTemplate, conversation: Conversation, written: Mapping[int, str]) -> list[str]:
-    """Notes about what the template omits: tools, reasoning, system messages, answers."""
-    messages, features = conversation.messages, template.features
-    found = []
-    if conversation.tools and "tools" not in template.source(conversation.tools):
-        found.append(NO_TOOLS)
-    if features.reasoning is None and any("reasoning_content" in message for message in messages):
-        found.append(NO_REASONING)
-    if not features.system and messages[0]["role"] == "system":
-        found.append(NO_SYSTEM_SHOWN)
-    if any(_left_out(messages[index]["content"], answer) for index, answer in written.items()) or not all(
-        _arguments_shown(messages[index], answer) for index, answer in written.items()
-    ):
-        found.append(LEFT_OUT)
-    return found
-
-
-def _arguments_shown(message: Mapping[str, Any], answer: str) -> bool:
-    """Whether the texts among the arguments of tool calls stand in the rendering, as they are or as JSON."""
-    for call in message.get("tool_calls", ()):
-        given = call["function"]["arguments"]
-        texts = [one for one in given.values() if isinstance(one, str)] if isinstance(given, Mapping) else []
-        if not all(one in answer or json.dumps(one, ensure_ascii=False)[1:-1] in answer for one in texts):
-            return False
-    return True
-
-
-def _loses_text(template: ChatTemplate, messages: Sequence[Mapping[str, Any]], tools: Any, text: str) -> bool:
-    """Whether the text of a message that is no answer is missing in a rendering.
-
-    Texts that stand there one after the other are found by a search. Others, which a template moves, rewrites or
-    leaves out, are looked for by placeholders, which tell a text from an equal one elsewhere.
-    """
-    at = 0
-    for message in messages:
-        said = message["content"].strip()
-        found = text.find(said, at)
-        if found < 0 and message["role"] != "assistant":
-            break
-        at = found + len(said) if found >= 0 else at  # an answer may be rewritten
-    else:
-        return False
-    shown = shown_messages(template, messages, tools, text)
-    first = 0 if template.features.system else 1  # a system message has a note of its own
-    others = [index for index, message in enumerate(messages) if index >= first or message["role"] != "system"]
-    asked = [index for index in others if messages[index]["role"] != "assistant" and messages[index]["content"].strip()]
-    if shown is None:
-        return any(_left_out(messages[index]["content"], text) for index in asked)
-    return not shown.issuperset(asked)
 
 
 def _written(conversation: Conversation, text: str, turns: Sequence[Turn]) -> dict[int, str]:

@@ -139,8 +139,39 @@ def text_spans(other: str, replaced: Messages) -> list[TextSpan]:
     return found
 
 
-def shown_messages(template: ChatTemplate, messages: Messages, tools: Any, whole: str) -> set[int] | None:
-    """Indices of the messages of which a rendering shows a text; None if placeholders cannot tell.
+@dataclass(frozen=True)
+class PlacedTexts:
+    """The visible characters of messages in a rendering.
+
+    Attributes:
+        text, other: code points of the rendering, and of the one with placeholders.
+        contents: content of each message.
+    """
+
+    text: np.ndarray
+    other: np.ndarray
+    contents: tuple[str, ...]
+
+    def visible(self, message: int) -> str:
+        """The visible characters of a message's content."""
+        codes = _codes(self.contents[message])
+        return codes[_VISIBLE[codes]].tobytes().decode("utf-32-le", "surrogatepass")
+
+    def shown(self, message: int, ranges: Sequence[tuple[int, int]] | None) -> tuple[str, int | None]:
+        """The characters of a message in the rendering, or in ranges of it, and the place of the first."""
+        found = self.other == FIRST + message
+        if ranges is not None:
+            inside = np.zeros_like(found)
+            for start, end in ranges:
+                inside[start:end] = True
+            found &= inside
+        places = np.flatnonzero(found)
+        text = self.text[places].tobytes().decode("utf-32-le", "surrogatepass")
+        return text, int(places[0]) if len(places) else None
+
+
+def placed_texts(template: ChatTemplate, messages: Messages, tools: Any, whole: str) -> PlacedTexts | None:
+    """Find the characters of all messages in a rendering; None if placeholders cannot tell.
 
     Args:
         template: the chat template.
@@ -149,7 +180,9 @@ def shown_messages(template: ChatTemplate, messages: Messages, tools: Any, whole
         whole: the rendering of both.
     """
     other = render_placeholders(template, with_placeholders(template, messages), tools, whole)
-    return None if other is None else {message_of(one) for one in set(PLACEHOLDER.findall(other))}
+    if other is None:
+        return None
+    return PlacedTexts(_codes(whole), _codes(other), tuple(one["content"] for one in messages))
 
 
 def text_ranges(template: ChatTemplate, messages: Messages, tools: Any, whole: str) -> dict[int, tuple[int, int]]:

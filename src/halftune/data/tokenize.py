@@ -25,9 +25,10 @@ from halftune.data.conversation import BadRow, Conversation, Preference, Prompte
 from halftune.data.detect import Reading
 from halftune.data.formats.fields import NOT_FINITE, holds_missing, with_nulls
 from halftune.data.locate import Turn
-from halftune.data.mask import LOST_TEXT, NEUTRALISED, Rendering, render_turns
+from halftune.data.mask import NEUTRALISED, Rendering, render_turns
 from halftune.data.message_placeholders import text_ranges
 from halftune.data.offset_tokenizer import Encoded, OffsetTokenizer
+from halftune.data.omitted_text import LOSSES
 from halftune.data.settings import Settings
 from halftune.data.store import Example, Segment, TokenTurn, WholeSample
 from halftune.data.template_features import fit_system, without_system
@@ -261,8 +262,8 @@ class RowTokenizer:
     def _render_turns(self, made: Conversation) -> Rendering:
         assert self._template is not None
         found = render_turns(self._template, self._with_system(made), self._settings.train_on, self._ends)
-        if self._settings.on_lost_text == "drop" and LOST_TEXT in found.notes:
-            raise RowDropped(LOST_TEXT)
+        if self._settings.on_lost_text == "drop" and (lost := [one for one in found.notes if one in LOSSES]):
+            raise RowDropped(lost[0])
         return found
 
     def _with_system(self, made: Conversation) -> Conversation:

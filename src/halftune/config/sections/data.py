@@ -140,8 +140,9 @@ class DataSection(Section):
     Otherwise such rows, or their system messages, are dropped, depending on the template."""
 
     on_lost_text: Literal["warn", "drop"] = "warn"
-    """What becomes of a row whose chat template omits the text of a message other than an answer, such as a second
-    system message: it is trained and reported, or dropped."""
+    """What becomes of a row whose chat template omits, shortens or changes text: of any message, of reasoning
+    (``<think>``), tool calls or tools. It is trained and reported, or dropped. White space, JSON escapes, and reasoning
+    before the last question may differ."""
 
     images: Flag = False
     """Train on the images of rows, with the frozen towers of a multimodal model. Without it, rows with images are
