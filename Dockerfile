@@ -1,5 +1,5 @@
 # With a GPU:     docker build -t halftune .
-#                 docker run --rm --gpus all --ipc=host -v "$PWD":/work halftune train --config qwen_lora_bf16 precision=auto
+#                 docker run --rm --gpus all --ipc=host -v "$PWD":/work --user "$(id -u)" halftune train --config qwen_lora_bf16
 # Without one:    docker build -t halftune --build-arg BASE=ubuntu:24.04 --build-arg LOCK=cpu \
 #                     --build-arg PIP_EXTRA_INDEX_URL=<PyTorch's index of CPU wheels> .
 ARG BASE=nvidia/cuda:13.0.2-base-ubuntu24.04

@@ -22,8 +22,8 @@ README = Path(__file__).resolve().parent.parent / "README.md"
 RECIPE = "qwen_lora_bf16.yaml"
 MACHINES = {"t4": "Tesla T4", "h100": "H100"}
 ROWS = {
-    "compute": "precision.compute", "loaded weights": "precision.storage", "adapter": "precision.trainable",
-    "loss scaler": "precision.grad_scaler", "attention": "attention.softmax", "packed rows": "attention.varlen",
+    "compute": "precision.compute", "storage": "precision.storage", "trainable": "precision.trainable",
+    "grad scaler": "precision.grad_scaler", "softmax": "attention.softmax", "packed rows": "attention.varlen",
     "checkpointing": "batch.gradient_checkpointing",
 }  # fmt: skip
 SHOWN = (
@@ -69,7 +69,7 @@ def hardware() -> str:
         f"| {one.model} | {one.method}, {one.adapter} | {one.hardware} | {one.memory:.1f} GiB | `{one.name}` |"
         for one in rows
     ]
-    return "\n".join(["| model | method | GPU | memory each, from | recipe |", "|---|---|---|---|---|", *lines])
+    return "\n".join(["| model | method | GPU | memory each, at least | recipe |", "|---|---|---|---|---|", *lines])
 
 
 def _choice(plan: Plan, path: str) -> Any:

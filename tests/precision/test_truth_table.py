@@ -324,6 +324,9 @@ def test_the_checkpoints_own_dtype_has_a_say(checkpoint: str, compute: str, stor
 @pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3_text"])
 def test_families_that_overflow_get_fp16_only_if_asked_for(family: str) -> None:
     assert plan("t4", model=facts(family)).compute.value == "fp32"
+    assert plan("t4", model=facts(family), compute="bf16", on_unsupported="fallback").compute.value == "fp32"
+    with pytest.raises(PlanError, match=r"auto \(fp32 here\)"):
+        plan("t4", model=facts(family), compute="bf16")
     asked = plan("t4", model=facts(family), compute="fp16")
     assert asked.compute.value == "fp16"
     assert "known to overflow in fp16" in asked.warnings[0]

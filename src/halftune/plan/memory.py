@@ -49,8 +49,8 @@ def plan_memory(
         checkpointing = Choice(True, costs)
     chosen = saving if checkpointing.value else plain
     disk = work.trained * work.trainable + work.optimizer_state
-    quantised = facts.quantization is not None
-    verdict = _verdict(chosen, available, config, work, checkpointing.value, quantised)
+    plain_weights = facts.quantization is None and not facts.multimodal
+    verdict = _verdict(chosen, available, config, work, checkpointing.value, plain_weights)
     return checkpointing, MemoryPlan(**vars(chosen), available=available, checkpoint_disk=disk, verdict=verdict)
 
 
@@ -135,7 +135,7 @@ def _scan(hardware: Hardware, facts: ModelFacts, linear: str, tokens: int, lengt
 
 
 def _verdict(
-    chosen: Estimate, available: int, config: RunConfig, work: Workload, checkpointing: bool, quantised: bool
+    chosen: Estimate, available: int, config: RunConfig, work: Workload, checkpointing: bool, plain_weights: bool
 ) -> Choice[str]:
     share = chosen.total / available
     said = f"{_gib(chosen.total)} of {_gib(available)} ({share:.0%})"
@@ -151,7 +151,7 @@ def _verdict(
     full, heavy = config.adapter.type == "none", chosen.weights > available / 2
     ways = {
         "model.quantization: nf4": (
-            heavy and not full and config.model.quantization == "none" and not quantised and work.kind == "cuda"
+            heavy and not full and config.model.quantization == "none" and plain_weights and work.kind == "cuda"
         ),
         "training.gradient_checkpointing: true": not checkpointing,
         "fewer training.tokens_per_batch with more gradient_accumulation_steps": (

@@ -234,7 +234,7 @@ def _decided(
     """
     tried = ProblemCollector()
     precision = tried.collect(lambda: _precision(config, hardware, facts))
-    compute = asked_compute(config.precision, hardware, full=config.adapter.type == "none")
+    compute = asked_compute(config.precision, hardware, facts, full=config.adapter.type == "none")
     compute = precision.compute.value if precision is not None else compute
     rows = _rows(config, hardware, facts, compute, tried, teacher)
     adapted = tried.collect(lambda: count_parts(config, facts))

@@ -64,7 +64,7 @@ def resolve_precision(
         PlanError: the device does not support a requested dtype, or two requests are incompatible.
     """
     full = adapter.type == "none"
-    compute = _without_overflow(section, _compute(section, hardware, full), facts)
+    compute = _compute(section, hardware, full, facts)
     _check(section, compute, facts, full)
     trainable = _trainable(section, compute, full)
     patterns, why_fp32 = keep_fp32(facts)
@@ -117,9 +117,9 @@ def frozen_precision(plan: PrecisionPlan, adapter: Format | None) -> PrecisionPl
     )
 
 
-def asked_compute(section: PrecisionSection, hardware: Hardware, *, full: bool) -> Format:
+def asked_compute(section: PrecisionSection, hardware: Hardware, facts: ModelFacts, *, full: bool) -> Format:
     """Return the requested compute dtype, even if unsupported; for ``auto`` the chosen one."""
-    return _compute(section, hardware, full).value if section.compute == "auto" else section.compute
+    return _compute(section, hardware, full, facts).value if section.compute == "auto" else section.compute
 
 
 def _experts(compute: _Compute, storage: Format) -> Choice[str]:
@@ -136,14 +136,16 @@ def weakest(hardware: Hardware) -> tuple[Device, Row]:
     return device, row_of(device)
 
 
-def _compute(section: PrecisionSection, hardware: Hardware, full: bool) -> _Compute:
+def _compute(section: PrecisionSection, hardware: Hardware, full: bool, facts: ModelFacts) -> _Compute:
     device, row = weakest(hardware)
     named = describe(device)
     if len({other.name for other in hardware.devices}) > 1:
         named += f", the weakest of {len(hardware.devices)} devices,"
-    auto = row.auto_full if full else row.auto
+    auto, why = row.auto_full if full else row.auto, row.auto_reason.format(device=named)
+    if auto == "fp16" and facts.family.overflows_fp16:
+        auto, why = "fp32", f"{named} has no bf16, and {facts.model_type} is known to overflow in fp16"
     if section.compute == "auto":
-        return _Compute(auto, row.auto_reason.format(device=named), device)
+        return _Compute(auto, why, device)
     if section.compute == "fp32":
         return _Compute("fp32", "asked for; every device does fp32", device)
     request = row.bf16 if section.compute == "bf16" else row.fp16
@@ -162,14 +164,6 @@ def _compute(section: PrecisionSection, hardware: Hardware, full: bool) -> _Comp
         remedy=f"use precision: {others}, or precision: {{compute: {section.compute}, on_unsupported: fallback}}",
         code="precision.compute_unavailable",
     )
-
-
-def _without_overflow(section: PrecisionSection, compute: _Compute, facts: ModelFacts) -> _Compute:
-    """In place of an fp16 that ``auto`` has chosen, fp32 for a family whose activations it cannot hold."""
-    if section.compute != "auto" or compute.value != "fp16" or not facts.family.overflows_fp16:
-        return compute
-    why = f"{describe(compute.device)} has no bf16, and {facts.model_type} is known to overflow in fp16"
-    return replace(compute, value="fp32", reason=why)
 
 
 def _linear(
