@@ -228,6 +228,12 @@ def test_packed_samples_are_checked_on_the_class_that_is_trained(tmp_path: Path,
     assert [type(copy).__name__ for copy in copies] == config.architectures
 
 
+def test_a_class_that_computes_where_its_first_weight_is_packs() -> None:
+    """Idefics 3 moves embeddings to the device of its vision tower, which the copy does not have."""
+    verdict = packing_verdict(AutoConfig.for_model("idefics3"), plan(), small_multimodal_copy)
+    assert verdict.value, verdict.reason
+
+
 @pytest.mark.slow
 def test_every_image_text_model_that_transformers_has_runs_on_text() -> None:
     """The small copy tells which towers text needs; of the types that test_every_tower does not train, it is asked."""

@@ -301,6 +301,9 @@ def small_multimodal_copy(config: PretrainedConfig) -> PreTrainedModel:
         model = multimodal_auto(whole).from_config(whole, dtype=torch.float32, attn_implementation="eager")
     towers = Towers(Path(), tower_names(model), ())
     _init_weights(model, [name for name, _ in model.named_parameters() if not towers.own(name)])
+    for name in tower_names(model):  # Idefics 3 computes where its first parameter is, which is a tower's
+        parent = model.get_submodule(name.rpartition(".")[0])
+        parent.register_parameter("on_cpu", nn.Parameter(torch.empty(0), requires_grad=False))
     return model.eval()
 
 
