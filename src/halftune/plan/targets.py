@@ -104,16 +104,16 @@ def expression_limits(asked: str) -> Iterator[None]:
     """
     from halftune.core.time_limit import Limits, OutOfTime  # few runs use an expression
 
-    where, remedy, code = "adapter.target_modules", "all-linear, or a list of names", "config.bad_target_modules"
+    where, remedy = "adapter.target_modules", "all-linear, or a list of names"
     try:
         with Limits(_EXPRESSION_SECONDS, _EXPRESSION_MEMORY):
             yield
     except OutOfTime as error:
         what = f"matching {asked[:80]!r} takes more than {_EXPRESSION_SECONDS} s of CPU time"
-        raise PlanError(what, where=where, remedy=remedy, code=code) from error
+        raise PlanError(what, where=where, remedy=remedy, code="config.bad_target_modules") from error
     except re.error as error:
         what = f"{asked[:80]!r} is not a regular expression: {error}"
-        raise PlanError(what, where=where, remedy=remedy, code=code) from error
+        raise PlanError(what, where=where, remedy=remedy, code="config.bad_target_modules") from error
 
 
 def _targets(tensor: Tensor, adapter: LoraAdapter | PeftAdapter) -> list[str]:
@@ -139,9 +139,11 @@ def check_adapter(
     Raises:
         PlanError: names the key.
     """
-    layers = [one for one in (*facts.tensors, *tied_head(facts)) if one.kind != "parameter"]
+    shared = tied_head(facts)
+    layers = [one for one in (*facts.tensors, *shared) if one.kind != "parameter"]
     experts = _experts(facts, adapter) if isinstance(adapter, LoraAdapter) and adapter.target_parameters else []
-    _check_targets(layers, adapter, found=bool(touched or (experts and adapter.target_modules in ((), "all-linear"))))
+    found = bool(touched or (experts and adapter.target_modules in ((), "all-linear")))
+    _check_targets(layers, shared, adapter, found=found)
     _check_tied(facts, adapter, touched)
     _check_saved(facts, adapter)
     refuse_saved_targets((*(name for names in touched.values() for name in names), *experts), adapter.modules_to_save)
@@ -183,9 +185,12 @@ def _not_on(adapter: LoraAdapter | PeftAdapter, tensor: Tensor, name: str) -> Pl
     return PlanError(what, where="adapter.target_modules", remedy=remedy, code="plan.adapter_unavailable")
 
 
-def _check_targets(layers: Sequence[Tensor], adapter: LoraAdapter | PeftAdapter, *, found: bool) -> None:
+def _check_targets(
+    layers: Sequence[Tensor], shared: Sequence[Tensor], adapter: LoraAdapter | PeftAdapter, *, found: bool
+) -> None:
     """Names that match no module are mistakes: peft would say so only after the weights are loaded."""
-    known = sorted({one.module.rpartition(".")[2] for one in layers if one.kind in wraps(adapter)})
+    can = [one for one in layers if one.kind in wraps(adapter) and one not in shared]
+    known = sorted({one.module.rpartition(".")[2] for one in can})
     targets, where = adapter.target_modules, "adapter.target_modules"
     if isinstance(targets, tuple):
         _check_names(targets, layers, adapter, known)
@@ -232,8 +237,8 @@ def _check_saved(facts: ModelFacts, adapter: LoraAdapter | PeftAdapter) -> None:
                 what = f"{around[0]} contains the embedding, whose weight the output layer shares"
                 raise _conflict(what, "name smaller modules, e.g. [embed_tokens]")
             if around and f"{tensor.module}.".startswith(f"{around[0]}.*."):
-                what, code = f"{around[0]} is a list of modules, which peft cannot save", "config.bad_target_modules"
-                raise PlanError(what, where="adapter.modules_to_save", remedy="name a module in it", code=code)
+                what, where = f"{around[0]} is a list of modules, which peft cannot save", "adapter.modules_to_save"
+                raise PlanError(what, where=where, remedy="name a module in it", code="config.bad_target_modules")
 
 
 def _contains(tensor: Tensor, name: str) -> bool:
