@@ -72,7 +72,9 @@ _SAID: dict[str, dict[str, Any]] = {
     **{key: {"head_dim": 128} for key in ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl", "ministral", "nemotron")},
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2, "first_k_dense_replace": 1},
     "deepseek_v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
+    "lfm2_moe": {"layer_types": ["full_attention" if n % 4 == 2 else "conv" for n in range(32)]},
 }
+_SAID_OF_WHOLE = {"qwen2_5_omni_thinker": {"vision_start_token_id": 151652}}
 
 
 def default_config(kind: str) -> Any:
@@ -82,6 +84,7 @@ def default_config(kind: str) -> Any:
     if text is config:
         return CONFIG_MAPPING[kind](**said)
     text.update(said)
+    config.update(_SAID_OF_WHOLE.get(kind, {}))
     for part in filter(None, (getattr(config, name, None) for name in config.sub_configs)):
         # the default widths of both do not fit together; Qwen2-VL calls that of the text hidden_size
         for name in (*_WIDTH_OF_TEXT, *["hidden_size"] * (kind == "qwen2_vl")):
