@@ -171,3 +171,19 @@ def test_templates_by_name_keep_every_text(name, backend):
         made = Conversation(messages=messages, train=(None,) * len(messages), tools=None)
         made = fit_system(made, template.features, merge=True)
         assert not LOSSES & {*render_turns(template, made, "assistant").notes}
+
+
+def test_prompts_of_rewards_are_compared_too(make_tokenizer, make_config, write) -> None:
+    method = {"type": "grpo", "num_generations": 2, "rewards": ["exact_answer"]}
+    asked = [system("Be brief."), user(LONG), answer("Yes."), user("And 3?")]
+    path = write([{"messages": [*messages, answer("3")]} for messages in (asked, [user("3?")])])
+    for drop in ("warn", "drop"):
+        config = make_config(path, method=method, on_lost_text=drop)
+        sound = prepare(config, make_tokenizer("qwen2")).report.train[0]
+        assert (sound.kept, sound.dropped) == (2, {})
+        report = prepare(config, make_tokenizer("qwen2", of("user", "m.content[:20]"))).report.train[0]
+        found = report.dropped if drop == "drop" else report.notes
+        assert (report.kept, {one: n.count for one, n in found.items()}) == (
+            1 if drop == "drop" else 2,
+            {LOST_TEXT["user"]: 1},
+        )

@@ -94,6 +94,14 @@ def render_turns(
     return Rendering(text, chosen, messages, tools, tuple(notes), untrained, labels=labels)
 
 
+def lost_in_prompt(
+    template: ChatTemplate, prompt: Conversation, messages: list[dict[str, Any]], tools: Any
+) -> list[str]:
+    """Notes about texts of a prompt that the template omits; ``messages`` and ``tools`` are those with marks."""
+    text, turns = _find(template, messages, tools, [])
+    return losses(template, prompt, messages, tools, text, turns)
+
+
 def _of_turns(turns: Sequence[Turn]) -> list[str]:
     """Notes about what the template does not show of its turns."""
     found = [NO_END] if not all(turn.complete for turn in turns) else []

@@ -13,8 +13,9 @@ from halftune.data.chat import ChatTemplate
 from halftune.data.control_tokens import texts_of
 from halftune.data.conversation import Conversation, Prompt, Record, RowDropped
 from halftune.data.formats.fields import with_nulls
-from halftune.data.mask import NEUTRALISED, Rendering
+from halftune.data.mask import NEUTRALISED, Rendering, lost_in_prompt
 from halftune.data.offset_tokenizer import Encoded
+from halftune.data.omitted_text import LOSSES
 from halftune.data.store import Example, Segment
 from halftune.data.tokenize import Outcome, RowTokenizer
 
@@ -55,10 +56,11 @@ def render_prompt(template: ChatTemplate, made: Conversation, row: Mapping[str, 
     if template.control.has_private_characters(said):
         raise RowDropped("row with private-use characters (U+F5000 and above), which halftune reserves")
     messages, tools = template.control.mark(made.messages), template.control.mark(made.tools)
-    notes = (*made.notes, *((NEUTRALISED,) if template.control.occurs(said) else ()))
+    notes = [*made.notes, *((NEUTRALISED,) if template.control.occurs(said) else ())]
+    notes += lost_in_prompt(template, made, messages, tools)
     given = row if answer is None or "answer" in row else {**row, "answer": answer}
     packed = json.dumps(given, default=str, ensure_ascii=False).encode(errors="replace")
-    return Rendering(template.render(messages, tools, prompt=True), (), messages, tools, notes, media=packed)
+    return Rendering(template.render(messages, tools, prompt=True), (), messages, tools, tuple(notes), media=packed)
 
 
 class PromptTokenizer(RowTokenizer):
@@ -67,7 +69,10 @@ class PromptTokenizer(RowTokenizer):
     def _render(self, row: Mapping[str, Any], outcome: Outcome) -> tuple[Rendering, ...]:
         assert self._template is not None
         asked, answer = as_prompt(self._reading.format.read(with_nulls(self._reading.rename(row))))
-        return (render_prompt(self._template, self._with_system(asked), row, answer),)
+        found = render_prompt(self._template, self._with_system(asked), row, answer)
+        if self._settings.on_lost_text == "drop" and (lost := [one for one in found.notes if one in LOSSES]):
+            raise RowDropped(lost[0])
+        return (found,)
 
     def _finish(self, index: int, renderings: Sequence[Rendering], tokens: Sequence[Encoded], outcome: Outcome) -> None:
         (rendering,), (encoded,) = renderings, tokens
