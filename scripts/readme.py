@@ -27,7 +27,7 @@ ROWS = {
     "checkpointing": "batch.gradient_checkpointing",
 }  # fmt: skip
 SHOWN = (
-    "llama/llama_3_2_3b_qlora_t4.yaml", "qwen/qwen3_5_4b_lora.yaml", "llama/llama_3_1_8b_lora.yaml",
+    "llama/llama_3_1_8b_qlora_t4.yaml", "qwen/qwen3_5_4b_lora.yaml", "llama/llama_3_1_8b_lora.yaml",
     "gpt_oss/gpt_oss_20b_lora.yaml", "methods/dpo_4b.yaml", "llama/llama_3_3_70b_lora_fsdp2.yaml",
 )  # fmt: skip
 GIB = 2**30
