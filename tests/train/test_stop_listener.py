@@ -83,9 +83,12 @@ def test_what_a_forked_helper_is_told_is_not_for_us(tmp_path: Path) -> None:
         listener = Noted(tmp_path, LIMIT)
         with Interrupts(listener) as interrupts:
             interrupts.defer_signals()
+            ready, begun = os.pipe()
             helper = os.fork()
             if helper == 0:
+                os.write(begun, b"1")
                 time.sleep(LIMIT)
+            os.read(ready, 1)  # before, Python has not yet told the helper that it is another process
             os.kill(helper, signal.SIGTERM)
             assert exit_code(helper) == 128 + signal.SIGTERM
         for thread in threading.enumerate():
