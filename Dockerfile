@@ -1,5 +1,5 @@
 # With a GPU:     docker build -t halftune .
-#                 docker run --rm --gpus all --ipc=host -v "$PWD":/work --user "$(id -u)" halftune train --config qwen_lora_bf16
+#                 docker run --rm --gpus all --ipc=host -v "$PWD":/workspace --user "$(id -u)" halftune train --config qwen_lora_bf16
 # Without one:    docker build -t halftune --build-arg BASE=ubuntu:24.04 --build-arg LOCK=cpu \
 #                     --build-arg PIP_EXTRA_INDEX_URL=<PyTorch's index of CPU wheels> .
 ARG BASE=nvidia/cuda:13.0.2-base-ubuntu24.04
@@ -10,7 +10,7 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends python3-venv python3-dev gcc g++ \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 10001 halftune \
-    && mkdir /work && chown halftune /work
+    && mkdir /workspace && chown halftune /workspace
 
 ARG LOCK=cuda13
 ARG PIP_EXTRA_INDEX_URL
@@ -25,7 +25,7 @@ RUN pip install --no-cache-dir --no-deps /tmp/halftune
 ENV HOME=/home/halftune
 RUN chmod 1777 "$HOME"
 USER halftune
-WORKDIR /work
+WORKDIR /workspace
 EXPOSE 7860
 ENTRYPOINT ["halftune"]
 CMD ["--help"]
