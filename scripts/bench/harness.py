@@ -47,8 +47,8 @@ def tiny_model(folder: Path, **changes: Any) -> None:
 
     from halftune.config.builtin_models import BUILTIN_MODELS
     from halftune.config.sections.model import ModelSection
-    from halftune.model.architectures import no_progress_bars
-    from halftune.model.tokenizer import load_tokenizer
+    from halftune.model.files.architectures import no_progress_bars
+    from halftune.model.tokenizer.tokenizer import load_tokenizer
 
     with no_progress_bars():
         torch.manual_seed(0)

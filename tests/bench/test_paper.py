@@ -367,7 +367,7 @@ def test_what_cannot_be_predicted_is_refused(machine: str, keys: dict[str, Any],
 def test_options_that_do_not_belong_together(tmp_path: Path) -> None:
     import argparse
 
-    from halftune.cli.bench import add_arguments, run  # the verb without its parser's exit
+    from halftune.cli.verbs.bench import add_arguments, run  # the verb without its parser's exit
 
     parser = argparse.ArgumentParser()
     add_arguments(parser)

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import yaml
 
+from halftune import convert
 from halftune.cli import main
-from halftune.config import convert
-from halftune.config.convert import names as convert_names
-from halftune.config.convert.convert import convert_file, report
-from halftune.config.convert.draft import Note
 from halftune.config.load import load_config
 from halftune.config.optimizers import OPTIMIZERS
 from halftune.config.prompts import find_prompt
 from halftune.config.run import RunConfig
+from halftune.convert import names as convert_names
+from halftune.convert.convert import convert_file, report
+from halftune.convert.draft import Note
 from halftune.core.errors import ConfigError
 
 LLAMAFACTORY = """\

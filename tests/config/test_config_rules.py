@@ -197,7 +197,7 @@ def test_every_rule_reads_keys_that_exist(load: Load) -> None:
 
 
 def test_data_endings_are_those_that_are_read() -> None:
-    from halftune.data.files import READERS
+    from halftune.data.readers.files import READERS
 
     assert set(DATA_ENDINGS) == set(READERS)
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from halftune.data import store as stores
+from halftune.data.order.split import SHOWN, TokenizedSplit
 from halftune.data.pipeline import prepare
-from halftune.data.split import SHOWN, TokenizedSplit
 from halftune.data.store import Example, Segment, StoreWriter, TokenStore, build_store, load_store
 
 GOOD = json.dumps({"prompt": "a", "completion": "b"})

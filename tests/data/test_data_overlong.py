@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from halftune.core.errors import DataError
-from halftune.data import proportional
-from halftune.data.conversation import RowDropped
-from halftune.data.overlong import CUT, EARLIER, LATER, keep_start
+from halftune.data.encode import truncate_proportional as proportional
+from halftune.data.encode.truncate import CUT, EARLIER, LATER, keep_start
+from halftune.data.formats.conversation import RowDropped
 from halftune.data.pipeline import prepare
 from halftune.data.store import NO_LABEL, TokenTurn, WholeSample
 

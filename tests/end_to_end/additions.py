@@ -84,7 +84,7 @@ from halftune.config.sections.method import IpoMethod
 from halftune.data.batch import WEIGHT, Batch
 from halftune.data.store import Example
 from halftune.methods import Loss, Reference
-from halftune.model.policy import PolicyModel
+from halftune.model.policy.policy import PolicyModel
 
 
 class Ipo:
@@ -167,7 +167,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from halftune.data.conversation import Conversation, Format
+from halftune.data.formats.conversation import Conversation, Format
 from halftune.data.formats import fields
 
 

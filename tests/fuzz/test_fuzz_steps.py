@@ -23,10 +23,10 @@ from halftune.config.sections.method import METHOD_SECTIONS
 from halftune.config.sections.model import LoraAdapter, NoAdapter, PeftAdapter
 from halftune.config.sections.training import TrainingSection
 from halftune.hardware.catalogue import lookup
-from halftune.model.architectures import no_progress_bars
-from halftune.model.builtin import materialize
+from halftune.model.files.architectures import no_progress_bars
+from halftune.model.files.builtin import materialize
 from halftune.plan import resolve
-from halftune.plan.adapter_types import ADAPTER_TYPES
+from halftune.plan.weights.adapter_types import ADAPTER_TYPES
 from halftune.train.callbacks.loss_plot import LossPlot
 from halftune.train.trainer import train
 

@@ -43,7 +43,7 @@ if "RANK" in os.environ:
 
     with quick_imports():
         from halftune.train import stepper
-        from halftune.train.interrupt import Interrupts
+        from halftune.train.signals.interrupt import Interrupts
         from halftune.train.report.page import Report
 
     step, hear, end, taken = stepper.start_step, Interrupts._note, Report.on_end, []

@@ -16,14 +16,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from halftune.cli import main
 from halftune.config.sections.model import SpecialTokens, TokensSection
 from halftune.core.errors import ModelError
-from halftune.data.control_tokens import special_tokens
+from halftune.data.templates.control_tokens import special_tokens
 from halftune.infer.session import open_session
-from halftune.model.added_tokens import add_rows, add_tokens, visible_text
-from halftune.model.builtin import materialize
-from halftune.model.completed_run import open_run
-from halftune.model.tokenizer import load_tokenizer
-from halftune.model.vocabulary import is_tied
-from halftune.plan.added_tokens import rows_for
+from halftune.model.files.builtin import materialize
+from halftune.model.result.completed_run import open_run
+from halftune.model.tokenizer.added_tokens import add_rows, add_tokens, visible_text
+from halftune.model.tokenizer.tokenizer import load_tokenizer
+from halftune.model.tokenizer.vocabulary import is_tied
+from halftune.plan.weights.added_tokens import rows_for
 
 TOKENS = {"add": ["<|note|>", "<|end_note|>"], "special": {"pad": "<|note|>"}, "pad_to_multiple_of": 16}
 

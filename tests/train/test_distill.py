@@ -26,9 +26,9 @@ from halftune.core.errors import ConfigError, ModelError, PlanError, TrainingErr
 from halftune.data.batch import collate
 from halftune.data.store import Example, Segment
 from halftune.methods.distill import Distill
-from halftune.model import divergence
-from halftune.model.head import HeadRows
-from halftune.model.policy import PolicyModel
+from halftune.model.policy import divergence
+from halftune.model.policy.head import HeadRows
+from halftune.model.policy.policy import PolicyModel
 from halftune.train.rollouts.distill import DistillRollouts, prompt_of
 from halftune.train.rollouts.sampling import Sampler
 from halftune.train.trainer import train

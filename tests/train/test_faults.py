@@ -24,18 +24,18 @@ from halftune.core.status import read_status
 from halftune.data.batch import Batch
 from halftune.methods import Loss, Reference
 from halftune.methods.sft import Sft
-from halftune.model.policy import PolicyModel
-from halftune.model.save import save_final, trainable_state
+from halftune.model.policy.policy import PolicyModel
+from halftune.model.result.save import save_final, trainable_state
 from halftune.plan import BatchPlan
-from halftune.train import stepper
-from halftune.train.callbacks.base import StepMetrics
+from halftune.train.callback import StepMetrics
 from halftune.train.callbacks.loss_plot import LossPlot
 from halftune.train.callbacks.metrics import MetricsFile
-from halftune.train.checkpoint_list import checkpoints, newest_valid
-from halftune.train.out_of_memory import out_of_memory, smaller
+from halftune.train.loop import stepper
+from halftune.train.loop.out_of_memory import out_of_memory, smaller
 from halftune.train.parallel import saving
 from halftune.train.parallel.strategy import Strategy
 from halftune.train.report.page import Report
+from halftune.train.run_folder.checkpoints import checkpoints, newest_valid
 from halftune.train.state import TrainState
 from halftune.train.trainer import train
 

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from halftune.config.sections.method import DpoLoss, GrpoMethod, MethodSection
 from halftune.data.batch import WEIGHT, Batch, collate
-from halftune.data.groups import LABEL
+from halftune.data.encode.groups import LABEL
 from halftune.data.store import Example, Segment
 from halftune.methods import make_method
 from halftune.methods.grpo import ADVANTAGES, SAMPLED, SERVED
 from halftune.methods.reward import MARGIN
-from halftune.model.policy import PolicyModel
+from halftune.model.policy.policy import PolicyModel
 
 EXAMPLES = 3
 SMOOTHED = ("robust", "exo_pair", "sigmoid")

@@ -35,13 +35,13 @@ from halftune.data.store import Example, Segment
 from halftune.hardware.catalogue import lookup
 from halftune.methods import AdapterOff
 from halftune.methods.grpo import ADVANTAGES, SAMPLED, SERVED, Grpo, advantages, reward_metrics, spread
-from halftune.model.policy import PolicyModel
-from halftune.model.tokenizer import load_tokenizer
+from halftune.model.policy.policy import PolicyModel
+from halftune.model.tokenizer.tokenizer import load_tokenizer
 from halftune.plan import resolve
+from halftune.train.checkpoint.run_inputs import _rewards
 from halftune.train.rewards import Rewards
 from halftune.train.rewards.exact_answer import exact_answer, last_number
 from halftune.train.rollouts.sampling import Answer, Sampler, Sampling
-from halftune.train.run_inputs import _rewards
 from halftune.train.trainer import train
 
 ROOT = Path(__file__).resolve().parent.parent.parent

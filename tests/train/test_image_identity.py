@@ -22,7 +22,7 @@ from halftune.core.errors import ConfigError, HalftuneError
 from halftune.data.media import reference
 from halftune.data.media.audio import AudioProcessor
 from halftune.data.media.reference import BadMedia, decode, refer
-from halftune.model.locate import media_of
+from halftune.model.files.locate import media_of
 from halftune.train.trainer import train
 
 ROWS = 80  # more than the fingerprint of the samples holds

@@ -22,10 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halftune.config.sections.method import DistillMethod
 from halftune.core.errors import TrainingError
 from halftune.methods.sft import Sft
-from halftune.train import setup, stepper
-from halftune.train.interrupt import Interrupted
-from halftune.train.processes import Readout
+from halftune.train import setup
+from halftune.train.loop import stepper
+from halftune.train.parallel.processes import Readout
 from halftune.train.report.page import Report
+from halftune.train.signals.interrupt import Interrupted
 from halftune.train.state import TrainState
 from halftune.train.trainer import train
 

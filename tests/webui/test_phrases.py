@@ -25,8 +25,8 @@ from halftune.hardware.catalogue import CATALOGUE, lookup
 from halftune.plan import Plan, resolve
 from halftune_webui.labels import FALLBACK, load_words
 from halftune_webui.phrases import Phrases
-from halftune_webui.plan_panel import plan_panel
-from halftune_webui.recipe import examine
+from halftune_webui.plans.plan_panel import plan_panel
+from halftune_webui.recipes.recipe import examine
 from halftune_webui.settings import LANGUAGES, Settings
 
 LANGUAGE = next(language for language in LANGUAGES if language != FALLBACK)

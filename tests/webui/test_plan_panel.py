@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from halftune_webui.labels import load_words
-from halftune_webui.plan_panel import plan_panel
-from halftune_webui.planning import Outlook, machines, outlook
-from halftune_webui.recipe import examine
+from halftune_webui.plans.plan_panel import plan_panel
+from halftune_webui.plans.planning import Outlook, machines, outlook
+from halftune_webui.recipes.recipe import examine
+from halftune_webui.recipes.state import form_state
 from halftune_webui.settings import Settings
-from halftune_webui.state import form_state
 
 GOOD = (
     "model: {name_or_path: builtin:qwen2-small}\ndata: {train: builtin:python-docs}\ntraining: {output_dir: runs/x}\n"

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from halftune.config.shape import child, shape_at
-from halftune_webui.yaml_edit import ABSENT, child_at, read, render, set_value
+from halftune_webui.recipes.yaml_edit import ABSENT, child_at, read, render, set_value
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 TEXT = """\

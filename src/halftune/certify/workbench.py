@@ -17,9 +17,9 @@ from halftune.config.load import LoadedConfig, load_config
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ConfigError, HalftuneError, PlanError
 from halftune.hardware.catalogue import lookup
-from halftune.model.load_errors import first_line
+from halftune.model.files.load_errors import first_line
 from halftune.plan import Plan, resolve
-from halftune.train.interrupt import Interrupted
+from halftune.train.signals.interrupt import Interrupted
 
 TOKENIZER = "builtin:qwen2-tiny"
 STEPS, ROWS = 2, 12

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halftune.data.order import round_up
+from halftune.data.order.epoch import round_up
 from halftune.data.store import NO_LABEL, Example, Segment
 
 

@@ -29,22 +29,22 @@ from halftune.core.errors import ConfigError, DataError
 from halftune.core.files import cache_dir
 from halftune.core.log import get_logger
 from halftune.core.manifest import MANIFEST, damage, seal
-from halftune.data.chat import writes_date
-from halftune.data.conversation import BadRow
-from halftune.data.detect import detect_for
-from halftune.data.offset_tokenizer import backend_json
+from halftune.data.encode.offset_tokenizer import backend_json
+from halftune.data.encode.settings import Settings, settings_of
+from halftune.data.formats.conversation import BadRow
+from halftune.data.formats.detect import detect_for
+from halftune.data.order.split import TokenizedSplit, choose_rows, contents, efficiency, hold_out, weigh, without_copies
 from halftune.data.report import MERGE, Count, DataReport, SourceReport, histogram, nothing_left
-from halftune.data.settings import Settings, settings_of
-from halftune.data.sources import Rows, Source, TakenRows, open_source
-from halftune.data.split import TokenizedSplit, choose_rows, contents, efficiency, hold_out, weigh, without_copies
+from halftune.data.sources.source import Rows, Source, TakenRows, open_source
 from halftune.data.store import Example, StoreWriter, TokenStore, load_store, ranges_of
-from halftune.data.template_features import NO_SYSTEM
+from halftune.data.templates.features import NO_SYSTEM
+from halftune.data.templates.render import writes_date
 
 if TYPE_CHECKING:
-    from halftune.data.groups import Grouper
+    from halftune.data.encode.groups import Grouper
+    from halftune.data.encode.tokenize import Outcome
     from halftune.data.media.processor import MediaSettings
     from halftune.data.stream import TokenStream
-    from halftune.data.tokenize import Outcome
 
 WRITTEN = 4096  # examples written at a time
 PACKAGE = Path(__file__).parent  # any change in here may change tokens, labels or the report
@@ -297,7 +297,7 @@ def _tokenize(
     settings: Settings,
     folder: Path | None,
 ) -> tuple[TokenStore, SourceReport]:
-    from halftune.data.tokenize import tokenize_rows  # prepared data is read from its cache
+    from halftune.data.encode.workers import tokenize_rows  # prepared data is read from its cache
 
     gc.freeze()  # rows and modules stay alive: scanning them in every full collection takes a tenth of the time
     taken = TakenRows(rows, chosen)
@@ -316,7 +316,7 @@ def _tokenize(
     writer = StoreWriter(folder, [(str(part.path), part.unit) for part in rows.parts])
     grouper = None
     if reading.format.record == "rated":
-        from halftune.data.groups import Grouper  # few runs have rated rows
+        from halftune.data.encode.groups import Grouper  # few runs have rated rows
 
         grouper = Grouper(settings.group, settings.max_length)
     _collect(rows, chosen, outcomes, report, writer, grouper)

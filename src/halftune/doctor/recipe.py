@@ -18,7 +18,7 @@ from halftune.core.errors import HalftuneError, PlanError
 from halftune.doctor.environment import Check
 from halftune.doctor.trace_model import TraceReport, trace_model
 from halftune.hardware import Hardware
-from halftune.model.tokenizer import load_tokenizer
+from halftune.model.tokenizer.tokenizer import load_tokenizer
 from halftune.plan import resolve
 
 _WHOLE_MODELS = ("thinker_config",)

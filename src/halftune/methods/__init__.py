@@ -1,6 +1,10 @@
 """Training methods, one file each: what an example weighs, and the loss of a batch.
 
 ``Method`` is what the training loop asks of them.
+
+In: a `PolicyModel` and a `Batch`.
+Out: a `Loss`: a sum with gradient, its weight, metrics.
+Imported by: `train`, `certify`.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from halftune.config.sections.method import MethodSection
 from halftune.core import table
 from halftune.data.batch import Batch
 from halftune.data.store import Example
-from halftune.model.policy import PolicyModel
+from halftune.model.policy.policy import PolicyModel
 
 
 @dataclass(frozen=True)

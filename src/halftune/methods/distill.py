@@ -14,8 +14,8 @@ from halftune.config.sections.method import DistillMethod
 from halftune.data.batch import Batch
 from halftune.methods import Loss, Reference
 from halftune.methods.sft import Sft
-from halftune.model.head import HeadRows
-from halftune.model.policy import PolicyModel
+from halftune.model.policy.head import HeadRows
+from halftune.model.policy.policy import PolicyModel
 
 SAMPLED = "sampled"
 """Column of a batch: 1 for an example whose answer the model has sampled."""

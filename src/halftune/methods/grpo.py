@@ -18,7 +18,7 @@ from halftune.config.sections.method import GrpoMethod
 from halftune.data.batch import WEIGHT, Batch
 from halftune.data.store import Example
 from halftune.methods import AdapterOff, Loss, Reference
-from halftune.model.policy import PolicyModel
+from halftune.model.policy.policy import PolicyModel
 
 ADVANTAGES = "advantages"  # a column of batches: fp32 [S], of each answer
 SAMPLED = "sampled_logprobs"  # a column of batches: fp32 [K], the labels' log-probabilities before the first update
@@ -81,7 +81,7 @@ class Grpo:
         self.metrics = (*MEASURED, *reward_metrics(section), *more)
 
     def weight(self, example: Example) -> float:
-        """Of a prompt, which has no labels yet; ``train.rollout`` sets the weights of answers."""
+        """Of a prompt, which has no labels yet; ``train.rollouts`` sets the weights of answers."""
         return 0.0
 
     def group_weight(self, trained: int) -> float:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from halftune.config.sections.method import KtoMethod
 from halftune.data.batch import WEIGHT, Batch, some_segments
-from halftune.data.groups import LABEL
+from halftune.data.encode.groups import LABEL
 from halftune.data.store import Example
 from halftune.methods import Loss, Reference
-from halftune.model.policy import PolicyModel
+from halftune.model.policy.policy import PolicyModel
 
 
 class Kto:

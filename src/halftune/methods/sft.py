@@ -16,7 +16,7 @@ from halftune.config.sections.method import SftMethod
 from halftune.data.batch import Batch
 from halftune.data.store import Example
 from halftune.methods import Loss, Reference
-from halftune.model.policy import PolicyModel
+from halftune.model.policy.policy import PolicyModel
 
 
 class Sft:

@@ -20,13 +20,13 @@ from halftune.core.errors import TrainingError
 from halftune.core.files import cache_dir, open_file
 from halftune.core.log import get_logger
 from halftune.data.batch import Batch
-from halftune.data.split import TokenizedSplit
-from halftune.model.policy import PolicyModel
+from halftune.data.order.split import TokenizedSplit
+from halftune.model.policy.policy import PolicyModel
 from halftune.plan import to_dict
-from halftune.train.feed import Feed
-from halftune.train.processes import sum_over_processes
+from halftune.train.batches.feed import Feed
+from halftune.train.loop.step import forward_pass
+from halftune.train.parallel.processes import sum_over_processes
 from halftune.train.state import TrainState
-from halftune.train.step import forward_pass
 
 log = get_logger(__name__)
 

@@ -17,11 +17,11 @@ from halftune_webui.calls import event_values
 from halftune_webui.context import Context, kept
 from halftune_webui.html import render, small_codes
 from halftune_webui.labels import Words
-from halftune_webui.recipe import examine, paths_of
+from halftune_webui.recipes.recipe import examine, paths_of
+from halftune_webui.recipes.yaml_edit import read
 from halftune_webui.runs.ask import Asks, Stopped, recipe_file
-from halftune_webui.runs.samples import data_view
+from halftune_webui.runs.view.samples import data_view
 from halftune_webui.tabs.live import live
-from halftune_webui.yaml_edit import read
 
 _FETCHED = 100  # samples of one look, whose pages can be turned without another one
 _REMEMBERED = 8  # reports

@@ -89,7 +89,7 @@ class LoraAdapter(Section):
 
 
 class PeftAdapter(Section):
-    """What the adapters of ``halftune.plan.adapter_types`` have in common."""
+    """What the adapters of ``halftune.plan.weights.adapter_types`` have in common."""
 
     target_modules: Literal["all-linear"] | str | tuple[str, ...] = "all-linear"
     """`all-linear` (every linear layer but the head), a list of module-name endings, or one regular expression."""

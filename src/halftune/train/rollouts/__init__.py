@@ -1,4 +1,9 @@
-"""Answers of the model in training, for methods that learn from them: one file per method, and one per sampler."""
+"""Answers of the model in training, for methods that learn from them: one file per method, and one per sampler.
+
+In: prompts of a batch, the model in training.
+Out: a batch of its answers, with rewards.
+Imported by: `train.setup`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ from halftune.core import table
 
 if TYPE_CHECKING:
     from halftune.data.batch import Batch
-    from halftune.train.feed import Feed
+    from halftune.train.batches.feed import Feed
     from halftune.train.state import TrainState
 
 

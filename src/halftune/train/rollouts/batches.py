@@ -9,7 +9,7 @@ import torch
 
 from halftune.data.batch import LABEL_POSITIONS, WEIGHT, Batch, collate
 from halftune.data.store import NO_LABEL, Example
-from halftune.train.feed import Feed
+from halftune.train.batches.feed import Feed
 
 
 def batch_of(

@@ -12,7 +12,7 @@ from halftune.config.sections.method import DistillMethod
 from halftune.data.batch import Batch
 from halftune.data.store import Example, Segment
 from halftune.methods.distill import SAMPLED
-from halftune.train.feed import Feed
+from halftune.train.batches.feed import Feed
 from halftune.train.rollouts.batches import batch_of
 from halftune.train.rollouts.sampling import Answer, Sampler
 from halftune.train.state import TrainState

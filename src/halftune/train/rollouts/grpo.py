@@ -16,8 +16,8 @@ from halftune.core.log import get_logger
 from halftune.data.batch import Batch
 from halftune.data.store import Example, Segment
 from halftune.methods.grpo import ADVANTAGES, DROPPED, SERVED, Grpo, advantages, reward_metrics, spread
-from halftune.model.added_tokens import visible_text
-from halftune.train.feed import Feed
+from halftune.model.tokenizer.added_tokens import visible_text
+from halftune.train.batches.feed import Feed
 from halftune.train.rewards import Rewards
 from halftune.train.rollouts.batches import batch_of
 from halftune.train.rollouts.sampling import Answer, Sampler
