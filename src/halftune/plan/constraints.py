@@ -32,7 +32,7 @@ class Constraint(NamedTuple):
 
 CONSTRAINTS = (
     # before the parts: a tower's dtype and rate depend on whether images reach it
-    Constraint("images and audio", lambda asked: asked.config.data.media, with_media),
+    Constraint("images and audio", lambda asked: bool(asked.config.data.media), with_media),
     Constraint("parts", lambda asked: True, with_parts),
     # after the parts: `train_only` of a frozen language model must also name the new rows
     Constraint("added tokens", lambda asked: bool(asked.config.model.tokens.add), with_added_tokens),

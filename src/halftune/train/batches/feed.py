@@ -20,6 +20,7 @@ import torch
 from halftune.config.run import RunConfig
 from halftune.core.errors import DataError
 from halftune.data.batch import LABEL_POSITIONS, WEIGHT, Batch, collate
+from halftune.data.order.cache import ordered
 from halftune.data.order.epoch import (
     BatchOrder,
     BatchRule,
@@ -27,7 +28,6 @@ from halftune.data.order.epoch import (
     Span,
     by_length,
     epoch_rows,
-    ordered,
     packed_batches,
     padded_batches,
 )
