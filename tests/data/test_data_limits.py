@@ -174,9 +174,9 @@ READ_WITHIN_LIMITS = """
 import resource, sys
 from pathlib import Path
 from halftune.core.errors import DataError
-from halftune.data import columnar, files
+from halftune.data.readers import columnar, files, rows
 
-columnar._SLACK, files._SMALL = 1 << 28, 1 << 20
+columnar._SLACK, rows._SMALL = 1 << 28, 1 << 20
 before = resource.getrlimit(resource.RLIMIT_AS)
 try:
     files.read_file(Path(sys.argv[1]))

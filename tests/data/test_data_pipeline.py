@@ -91,7 +91,8 @@ def test_large_data_give_the_same_as_small(tokenizer, make_config, write, monkey
 
 
 def test_an_order_is_computed_once(own_cache, monkeypatch):
-    from halftune.data.order.epoch import BatchRule, epoch_rows, ordered, padded_batches
+    from halftune.data.order.cache import ordered
+    from halftune.data.order.epoch import BatchRule, epoch_rows, padded_batches
 
     monkeypatch.setattr("halftune.data.order.epoch.LARGE", 0)
     lengths, calls = np.random.default_rng(0).integers(1, 33, size=300), []

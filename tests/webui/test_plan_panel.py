@@ -92,7 +92,8 @@ def test_problem_of_the_plan_stands_beside_its_field() -> None:
 def test_planning_needs_neither_torch_nor_gradio() -> None:
     code = (
         "import sys; from pathlib import Path;"
-        "from halftune_webui import planning, recipe, plan_panel, state, settings;"
+        "from halftune_webui import settings;"
+        "from halftune_webui.plans import planning, plan_panel; from halftune_webui.recipes import recipe, state;"
         f"e = recipe.examine({GOOD!r}, settings.Settings((Path.cwd(),), Path('runs')));"
         "planning.outlook(e.loaded, ''); planning.outlook(e.loaded, 'h200');"
         "print(sorted({'torch', 'transformers', 'gradio'} & set(sys.modules)))"

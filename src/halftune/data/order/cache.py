@@ -11,16 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock
 
-from halftune.core.atomic import whole_folder
-from halftune.core.files import cache_dir
-from halftune.core.log import get_logger
-from halftune.core.manifest import MANIFEST, damage, seal
+from halftune.core import disk_cache
 from halftune.data.order import epoch
 from halftune.data.order.epoch import BatchOrder, Order, RowOrder
-
-log = get_logger(__name__)
 
 LARGE = 50_000  # samples from which an order is kept in the cache
 _SPANS = ("samples", "starts", "stops", "offsets")
@@ -37,28 +31,11 @@ def ordered(make: Callable[..., Order], lengths: np.ndarray, *, cache: bool, **a
     """
     if not cache or len(lengths) < LARGE:
         return make(lengths, **arguments)
-    return _kept(make, lengths, arguments)
-
-
-def _kept(make: Callable[..., Order], lengths: np.ndarray, arguments: Mapping[str, Any]) -> Order:
-    """``make(lengths, **arguments)``, or the arrays that an earlier call with equal arguments wrote.
-
-    Processes that ask at the same time wait for the one that computes. A corrupt entry is computed again. If the cache
-    cannot be written, a warning is logged.
-    """
-    folder = cache_dir() / "order" / _key(make, lengths, arguments)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_suffix(".lock")):
-            found = _load(folder)
-            if found is None:
-                _save(folder, make(lengths, **arguments))
-                found = _load(folder)
-            if found is not None:
-                return found  # type: ignore[return-value]
-    except OSError as error:
-        log.warning("order of the samples is not kept: %s: %s", folder.parent, error.strerror)
-    return make(lengths, **arguments)
+    folder = disk_cache.entry("order", _key(make, lengths, arguments))
+    found = disk_cache.stored(
+        folder, lambda beside: _save(beside, make(lengths, **arguments)), _load, "order of samples"
+    )
+    return make(lengths, **arguments) if found is None else found  # type: ignore[return-value]
 
 
 def _key(make: Callable[..., Any], lengths: np.ndarray, arguments: Mapping[str, Any]) -> str:
@@ -72,20 +49,13 @@ def _key(make: Callable[..., Any], lengths: np.ndarray, arguments: Mapping[str, 
 
 def _save(folder: Path, made: RowOrder | BatchOrder) -> None:
     rows = made.rows if isinstance(made, BatchOrder) else made
-    with whole_folder(folder) as beside:
-        for name in _SPANS:
-            np.save(beside / f"{name}.npy", vars(rows)[name], allow_pickle=False)
-        if isinstance(made, BatchOrder):
-            np.save(beside / f"{_EDGES}.npy", made.edges, allow_pickle=False)
-        seal(beside, MANIFEST)
+    for name in _SPANS:
+        np.save(folder / f"{name}.npy", vars(rows)[name], allow_pickle=False)
+    if isinstance(made, BatchOrder):
+        np.save(folder / f"{_EDGES}.npy", made.edges, allow_pickle=False)
 
 
-def _load(folder: Path) -> RowOrder | BatchOrder | None:
-    if not folder.is_dir():
-        return None
-    if wrong := damage(folder, thorough=True, marker=MANIFEST):
-        log.warning("corrupt order of samples in %s (%s): rebuilding", folder, wrong)
-        return None
+def _load(folder: Path) -> RowOrder | BatchOrder:
     rows = RowOrder(*(np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in _SPANS))
     edges = folder / f"{_EDGES}.npy"
     return BatchOrder(rows, np.load(edges, mmap_mode="r", allow_pickle=False)) if edges.exists() else rows
