@@ -25,6 +25,7 @@ from halftune_webui.tabs.live import live
 
 _FETCHED = 100  # samples of one look, whose pages can be turned without another one
 _REMEMBERED = 8  # reports
+_MENDED_BY_COLUMNS = ("data.unknown_format", "data.bad_columns", "data.preference_pairs")
 _QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
 
 
@@ -169,7 +170,8 @@ def answered(
     except Stopped:
         return f'<p class="help">{escape(words("data.stopped"))}</p>'
     except HalftuneError as error:
-        where = f'<p class="help">{escape(words("data.mend_columns"))}</p>' if "columns:" in str(error) else ""
+        mapped = any(problem.code in _MENDED_BY_COLUMNS for problem in error.problems)
+        where = f'<p class="help">{escape(words("data.mend_columns"))}</p>' if mapped else ""
         return failed("\n".join(map(words.problem, error.problems))) + where
 
 
