@@ -21,9 +21,8 @@ from halftune_kernels.arguments import (
 )
 from halftune_kernels.delta_arguments import MOST_KEYS, check_head_size
 from halftune_kernels.dispatch import module
-from halftune_kernels.ops.ssd.mamba2 import mamba2_chunk_scan, mamba2_selective_state_update
 
-__all__ = ["mamba2_chunk_scan", "mamba2_selective_state_update", "simple_decay", "simple_decay_step"]
+__all__ = ["simple_decay", "simple_decay_step"]
 
 
 class SimpleDecay(NamedTuple):

@@ -32,7 +32,7 @@ from halftune_kernels.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_u
 from halftune_kernels.ops.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
 from halftune_kernels.ops.kda import kda, kda_step
 from halftune_kernels.ops.rwkv7 import rwkv7, rwkv7_step
-from halftune_kernels.ops.ssd import mamba2_chunk_scan, mamba2_selective_state_update
+from halftune_kernels.ops.ssd.mamba2 import mamba2_chunk_scan, mamba2_selective_state_update
 
 log = get_logger(__name__)
 
