@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -178,16 +178,11 @@ def load_run(
     resolved = Path(folder) / "resolved.yaml"
     if not resolved.is_file():
         what = "not a run folder (no resolved.yaml)" if Path(folder).is_dir() else "no such run folder"
-        raise ConfigError(
-            what,
-            where=str(folder),
-            remedy="use the training.output_dir of a run",
-            code="config.not_a_run_folder",
-        )
+        remedy = "use the training.output_dir of a run"
+        raise ConfigError(what, where=str(folder), remedy=remedy, code="config.not_a_run_folder")
     loaded = load_config(resolved, overrides, look_at_files=look_at_files)
     written = Path(folder) / "config.yaml"
-    text = read_text(written) if written.is_file() else loaded.text
-    return LoadedConfig(loaded.run, loaded.path, text, loaded.origins)
+    return replace(loaded, text=read_text(written)) if written.is_file() else loaded
 
 
 def _first(problems: list[HalftuneError], label: str) -> list[HalftuneError]:

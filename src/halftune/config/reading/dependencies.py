@@ -43,9 +43,8 @@ def _follow(recipe: str, above: tuple[str, ...], outputs: list[str]) -> None:
     if recipe in above:
         start = above.index(recipe)
         circle = " → ".join(os.path.basename(path) for path in (*above[start:], recipe))
-        raise ConfigError(
-            "dependency cycle", where=circle, remedy="remove one of these", code="config.dependency_circle"
-        )
+        remedy = "remove one of these"
+        raise ConfigError("dependency cycle", where=circle, remedy=remedy, code="config.dependency_circle")
     tree, output = _read(recipe)
     outputs += [output] if output else []
     for _, name in _names(tree):
