@@ -6,9 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from halftune.config.reading.yaml_source import Tree
-from halftune.config.rules.rule import outputs_of_dependencies
-from halftune.config.shape import child
+from halftune.config.reading.dependencies import outputs_of_dependencies
+from halftune.config.reading.tree import Tree, child
 from halftune.core.errors import ConfigError
 from halftune_webui.recipes.recipe import LABEL, outside, paths_of
 from halftune_webui.recipes.yaml_edit import ABSENT, read, set_value
