@@ -28,8 +28,8 @@ DOCS = ROOT / "docs" / "measurements"
 
 def planned(tree: Mapping[str, Any], file: Path, hardware: str = "", processes: int = 1) -> tuple[Any, Any]:
     """Writes a recipe to ``file``; the loaded configuration, and its plan for a catalogued machine or this one."""
-    from halftune.config.facts.of_recipe import run_facts
     from halftune.config.load import load_config
+    from halftune.config.recipe_facts import run_facts
     from halftune.hardware.catalogue import lookup
     from halftune.hardware.probe import probe
     from halftune.plan import resolve

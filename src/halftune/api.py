@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from halftune.cli.verbs.train import checked, in_order
 from halftune.config import load as loading
-from halftune.config.facts.of_recipe import model_facts
 from halftune.config.load import LoadedConfig
+from halftune.config.recipe_facts import model_facts
 from halftune.core.atomic import write_text
 from halftune.core.errors import ConfigError, HalftuneError
 from halftune.core.files import cache_dir

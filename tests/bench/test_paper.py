@@ -20,8 +20,8 @@ from halftune.bench.paper.kinds import ACTIVATION, ATTENTION, GEMM, HEAD, KINDS,
 from halftune.bench.paper.recorder import Launch, Recorder, Sync
 from halftune.bench.paper.report import profile
 from halftune.bench.paper.timeline import timeline
-from halftune.config.facts.of_recipe import run_facts
 from halftune.config.load import load_config
+from halftune.config.recipe_facts import run_facts
 from halftune.core.errors import ConfigError, HalftuneError, PlanError
 from halftune.hardware.catalogue import lookup
 from halftune.hardware.roofline import HOST_CALL, HOST_LAUNCH, HOST_SYNC, ROOFLINES, Roofline, roofline_of

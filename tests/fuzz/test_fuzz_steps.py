@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from halftune.config.facts.of_recipe import run_facts
 from halftune.config.load import load_config
 from halftune.config.optimizers import OPTIMIZERS
+from halftune.config.recipe_facts import run_facts
 from halftune.config.sections.data import DataSection
 from halftune.config.sections.method import METHOD_SECTIONS
 from halftune.config.sections.model import LoraAdapter, NoAdapter, PeftAdapter

@@ -20,7 +20,7 @@ from tiny_model import TOKENS, a_model
 from torch.nn import functional as F
 
 from halftune.cli.preflight import check_inputs
-from halftune.config.facts.of_recipe import run_facts
+from halftune.config.recipe_facts import run_facts
 from halftune.config.sections.method import DistillMethod
 from halftune.core.errors import ConfigError, ModelError, PlanError, TrainingError
 from halftune.data.batch import collate

@@ -17,7 +17,7 @@ from test_images import fed, recipe
 from tiny_images import asked, write_image
 
 from halftune.cli.preflight import check_inputs
-from halftune.config.facts.of_recipe import run_facts
+from halftune.config.recipe_facts import run_facts
 from halftune.core.errors import ConfigError, HalftuneError
 from halftune.data.media import reference
 from halftune.data.media.audio import AudioProcessor

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from halftune.config.load import load_config
-from halftune.config.reading.tree import dotted
 from halftune.config.recipes import recipes
 from halftune.config.shape import accepts, walk
+from halftune.config.tree import dotted
 from halftune.core.errors import ConfigError
 from halftune_webui.labels import load_words
 from halftune_webui.recipes.dependencies import needless, without_needless

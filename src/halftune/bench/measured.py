@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from halftune.bench.flops import training_flops
-from halftune.config.facts.of_recipe import run_facts
 from halftune.config.load import load_config
+from halftune.config.recipe_facts import run_facts
 from halftune.core import log
 from halftune.core.errors import HalftuneError
 from halftune.core.optional import quick_imports

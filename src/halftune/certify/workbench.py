@@ -12,8 +12,8 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 
 from halftune.certify.certificate import Line, Verdict
-from halftune.config.facts.of_recipe import run_facts
 from halftune.config.load import LoadedConfig, load_config
+from halftune.config.recipe_facts import run_facts
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ConfigError, HalftuneError, PlanError
 from halftune.hardware.catalogue import lookup

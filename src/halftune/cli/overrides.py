@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from halftune.config.load import LoadedConfig, load_config, load_run
 from halftune.config.reading.suggest import key_of
-from halftune.config.reading.tree import DEFAULT
+from halftune.config.tree import DEFAULT
 from halftune.core.errors import ConfigError, HalftuneError
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from halftune.config.facts.media import check_processor
 from halftune.config.facts.model import ModelFacts
-from halftune.config.facts.of_recipe import present_model
 from halftune.config.load import LoadedConfig
 from halftune.config.optimizers import OPTIMIZERS, Optim
+from halftune.config.recipe_facts import present_model
 from halftune.config.weight_formats import WEIGHT_FORMATS
 from halftune.core.errors import MissingPackageError, ModelError
 from halftune.core.optional import pip_line, version_of

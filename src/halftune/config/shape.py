@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from halftune.config.reading.tree import KeyPath, Tree, child
 from halftune.config.run import RunConfig
 from halftune.config.sections import LISTED, TYPED, PathMark, Section, listed, typed, worded
+from halftune.config.tree import KeyPath, Tree, child
 
 
 def _unwrap(annotation: Any, metadata: Sequence[Any]) -> tuple[Any, list[Any]]:

@@ -9,10 +9,10 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from halftune.config.reading.suggest import suggest_key, suggest_word
-from halftune.config.reading.tree import KeyPath, KeyProblem, Tree, child, related
 from halftune.config.run import RunConfig
 from halftune.config.sections import Section
 from halftune.config.shape import ROOT, Shape, accepts, choices, describe, field_shape, shape_at
+from halftune.config.tree import KeyPath, KeyProblem, Tree, child, related
 from halftune.core.errors import HalftuneError
 
 YES_NO = {"yes": True, "no": False, "on": True, "off": False, "y": True, "n": False, "true": True, "false": False}

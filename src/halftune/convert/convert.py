@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from halftune.config.load import recognise
+from halftune.config.reading.foreign import recognise
 from halftune.config.reading.yaml_source import parse, read_text
 from halftune.config.render import inline
 from halftune.config.run import RunConfig

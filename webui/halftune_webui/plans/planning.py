@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from halftune.config.facts.model import ModelFacts
-from halftune.config.facts.of_recipe import model_facts
 from halftune.config.load import LoadedConfig
+from halftune.config.recipe_facts import model_facts
 from halftune.config.run import RunConfig
 from halftune.config.shape import choices, shape_at
 from halftune.core.errors import HalftuneError, PlanError

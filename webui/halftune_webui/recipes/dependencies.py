@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from halftune.config.reading.dependencies import outputs_of_dependencies
-from halftune.config.reading.tree import Tree, child
+from halftune.config.tree import Tree, child
 from halftune.core.errors import ConfigError
 from halftune_webui.recipes.recipe import LABEL, outside, paths_of
 from halftune_webui.recipes.yaml_edit import ABSENT, read, set_value

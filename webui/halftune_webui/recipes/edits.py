@@ -6,9 +6,9 @@ import re
 from contextlib import suppress
 from typing import Any, get_origin
 
-from halftune.config.reading.tree import KeyPath
 from halftune.config.reading.yaml_source import parse, scalar
 from halftune.config.shape import Shape, accepts, choices, shape_at
+from halftune.config.tree import KeyPath
 from halftune.core.errors import ConfigError
 from halftune_webui.recipes.dependencies import without_needless
 from halftune_webui.recipes.form import display, takes_list

@@ -9,10 +9,10 @@ from typing import Any, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from halftune.config.reading.tree import KeyPath, dotted
 from halftune.config.render import inline
 from halftune.config.run import RunConfig
 from halftune.config.shape import ROOT, Shape, accepts, choices, describe, field_shape, options, shape_of
+from halftune.config.tree import KeyPath, dotted
 
 COMMON = (
     "model.name_or_path",

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from halftune.config.load import Draft, LoadedConfig, read_draft
-from halftune.config.reading.tree import KeyPath, KeyProblem, Tree, child
 from halftune.config.reading.yaml_source import MAX_BYTES, parse, read_text
 from halftune.config.recipes import recipes
+from halftune.config.tree import KeyPath, KeyProblem, Tree, child
 from halftune.config.validate import validate
 from halftune.core.errors import ConfigError, HalftuneError
 from halftune_webui.paths import OutsideError, check_links, inside

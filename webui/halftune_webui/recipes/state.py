@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from halftune.config.reading.tree import KeyPath, KeyProblem, dotted
+from halftune.config.tree import KeyPath, KeyProblem, dotted
 from halftune.core.errors import HalftuneError
 from halftune_webui.labels import Words
 from halftune_webui.plans.planning import Outlook

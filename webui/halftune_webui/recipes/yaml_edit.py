@@ -9,10 +9,10 @@ from typing import Any
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from halftune.config.reading.tree import KeyPath, Tree, child
 from halftune.config.reading.yaml_source import parse
 from halftune.config.render import inline
 from halftune.config.shape import expand
+from halftune.config.tree import KeyPath, Tree, child
 from halftune.core.errors import ConfigError
 
 LABEL = "recipe"

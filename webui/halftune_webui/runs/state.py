@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from halftune.config.reading.tree import child
 from halftune.config.reading.yaml_source import parse, read_text
+from halftune.config.tree import child
 from halftune.core.errors import ConfigError
 from halftune.core.files import read_json
 from halftune.core.processes.process import identity

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from halftune.config.reading.tree import child
 from halftune.config.reading.yaml_source import parse, read_text
 from halftune.config.sections.training import GenerationSection
+from halftune.config.tree import child
 from halftune.core.errors import ConfigError
 from halftune_webui.paths import check_links, is_below
 from halftune_webui.recipes.recipe import outside

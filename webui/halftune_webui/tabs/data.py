@@ -11,7 +11,7 @@ from typing import Any
 import gradio as gr
 from gradio.context import Context as Blocks
 
-from halftune.config.reading.tree import child
+from halftune.config.tree import child
 from halftune.core.errors import ConfigError, HalftuneError, Problems
 from halftune_webui.calls import event_values
 from halftune_webui.context import Context, kept

@@ -6,8 +6,8 @@ import argparse
 import json
 from typing import Any
 
-from halftune.config.facts.of_recipe import model_facts
 from halftune.config.load import load_config
+from halftune.config.recipe_facts import model_facts
 from halftune.core.errors import ConfigError
 from halftune.hardware.catalogue import lookup
 from halftune.plan import resolve

@@ -10,8 +10,8 @@ import argparse
 import json
 
 from halftune.cli.overrides import add_config_arguments, load_from
-from halftune.config.facts.of_recipe import present_model
 from halftune.config.load import LoadedConfig
+from halftune.config.recipe_facts import present_model
 from halftune.config.sections.model import ModelSection
 from halftune.core.optional import quick_imports
 from halftune.data.preflight import validate_data

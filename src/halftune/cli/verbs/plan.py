@@ -17,7 +17,7 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from halftune.cli.overrides import add_config_arguments, load_from, positive
-from halftune.config.facts.of_recipe import model_facts
+from halftune.config.recipe_facts import model_facts
 from halftune.config.run import RunConfig
 from halftune.core.errors import DataError, HalftuneError, ModelError, PlanError
 from halftune.core.files import read_text

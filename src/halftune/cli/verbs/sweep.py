@@ -19,10 +19,10 @@ from typing import Any
 from halftune.bench.table import aligned
 from halftune.cli.overrides import load_from
 from halftune.cli.preflight import check_inputs, check_outcome
-from halftune.config.facts.of_recipe import model_facts
 from halftune.config.load import LoadedConfig
-from halftune.config.reading.tree import KeyPath, Tree
 from halftune.config.reading.yaml_source import parse, read_text
+from halftune.config.recipe_facts import model_facts
+from halftune.config.tree import KeyPath, Tree
 from halftune.core.atomic import whole_file, write_text
 from halftune.core.errors import ConfigError, HalftuneError, TrainingError
 from halftune.core.files import MOST_JSON, json_objects, read_json

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 from halftune.cli.overrides import add_config_arguments, load_from
 from halftune.config.facts.model import ModelFacts
-from halftune.config.facts.of_recipe import dependencies, model_facts
 from halftune.config.load import LoadedConfig
+from halftune.config.recipe_facts import dependencies, model_facts
 from halftune.config.render import resolved_yaml
 from halftune.core import log
 from halftune.core.errors import ConfigError

@@ -8,8 +8,8 @@ from typing import Any
 
 from halftune.config.facts.folder import read_json
 from halftune.config.reading.dependencies import trained_by_dependency
-from halftune.config.reading.tree import Tree, child
-from halftune.config.rules.rule import HUB_ID, looks_local
+from halftune.config.reading.names import HUB_ID, looks_local
+from halftune.config.tree import Tree, child
 from halftune.core.errors import ModelError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from halftune.config.reading.tree import Tree, child
 from halftune.config.reading.yaml_source import parse, read_text
 from halftune.config.shape import expand
+from halftune.config.tree import Tree, child
 from halftune.core.errors import ConfigError, HalftuneError
 
 

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from halftune.config.reading.tree import KeyPath, Place, Tree, dotted, key_path
 from halftune.config.reading.yaml_source import parse_value
 from halftune.config.shape import ROOT, Shape, written_out
+from halftune.config.tree import KeyPath, Place, Tree, dotted, key_path
 from halftune.core.errors import ConfigError
 
 FORMATS = {"bf16": "bf16", "fp16": "fp16", "pure_bf16": "bf16"}

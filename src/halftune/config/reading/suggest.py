@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 
-from halftune.config.reading.tree import KeyPath, dotted, key_path
 from halftune.config.sections import Section
 from halftune.config.shape import shape_at, walk
+from halftune.config.tree import KeyPath, dotted, key_path
 from halftune.core.packaged import read_yaml
 
 # Names too general to suggest another section.

@@ -18,8 +18,8 @@ from yaml.error import MarkedYAMLError, YAMLError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from yaml.reader import ReaderError
 
-from halftune.config.reading.tree import KeyPath, Place, Tree, dotted
 from halftune.config.recipes import recipes
+from halftune.config.tree import KeyPath, Place, Tree, dotted
 from halftune.core.errors import ConfigError, HalftuneError
 from halftune.core.files import read_limited
 

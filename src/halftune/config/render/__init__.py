@@ -9,8 +9,8 @@ import yaml
 from pydantic import BaseModel
 
 from halftune.config.load import LoadedConfig
-from halftune.config.reading.tree import DEFAULT, KeyPath, dotted
 from halftune.config.reading.yaml_source import scalar
+from halftune.config.tree import DEFAULT, KeyPath, dotted
 
 COLUMN = 60
 

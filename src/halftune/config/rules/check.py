@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from halftune.config.reading.tree import KeyPath, related
 from halftune.config.rules import files, keys, methods  # noqa: F401  (their rules enter RULES)
 from halftune.config.rules.rule import RULES, Context, Violation
 from halftune.config.run import RunConfig
+from halftune.config.tree import KeyPath, related
 
 
 def check(run: RunConfig, context: Context, broken: set[KeyPath]) -> list[Violation]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import NamedTuple
 
-from halftune.config.reading.tree import KeyPath
+from halftune.config.reading.names import looks_local
 from halftune.config.run import RunConfig
-
-HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+from halftune.config.tree import KeyPath
 
 
 class Violation(NamedTuple):
@@ -48,11 +46,6 @@ class Context:
         if name.startswith("builtin:") or os.path.exists(name) or self.made_by_dependency(name):
             return False
         return not looks_local(name)
-
-
-def looks_local(name: str) -> bool:
-    """Whether a name looks like a path: by its beginning, several slashes, or a slash at the end."""
-    return name.startswith((".", "/", "~", "\\")) or name.count("/") > 1 or name.endswith("/") or "\\" in name
 
 
 Check = Callable[[RunConfig, Context], Iterator[Violation]]

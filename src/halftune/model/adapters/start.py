@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from halftune.config.facts.adapter import CONFIG, WEIGHTS, config_of, differences, settings_of
 from halftune.config.facts.folder import check_adapter, read_json
-from halftune.config.rules.rule import looks_local
+from halftune.config.reading.names import looks_local
 from halftune.config.run import RunConfig
 from halftune.config.sections.model import LoraAdapter, ModelSection
 from halftune.core.errors import ModelError

@@ -12,12 +12,12 @@ from typing import get_args
 from halftune.config.facts.folder import check_adapter
 from halftune.config.facts.folder import read_json as read_config
 from halftune.config.facts.model import ModelFacts
-from halftune.config.facts.of_recipe import run_facts
 from halftune.config.facts.safetensors_headers import main_format, read_header
 from halftune.config.load import LoadedConfig, load_config, load_run
+from halftune.config.reading.names import looks_local
 from halftune.config.reading.overrides import COMMAND_LINE
+from halftune.config.recipe_facts import run_facts
 from halftune.config.recipes import find
-from halftune.config.rules.rule import looks_local
 from halftune.config.run import RunConfig
 from halftune.config.sections.model import ModelSection
 from halftune.core.choice import Format
