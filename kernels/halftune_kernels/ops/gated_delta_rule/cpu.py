@@ -17,12 +17,12 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from halftune_kernels.chunk_scan import LEAST_DECAY, Chunks, Tensors, chunk_scan
+from halftune_kernels.chunk_scan import LEAST_DECAY, Chunks, Tensors
 from halftune_kernels.constants import constant
 from halftune_kernels.delta_arguments import EPSILON, DeltaRule
 from halftune_kernels.memory import CUTS
 from halftune_kernels.triangular import unit_lower_inverse
-from halftune_kernels.value_heads import by_row, by_value_head
+from halftune_kernels.value_heads import by_row, by_value_head, decayed, scan_by_key_head
 
 CUT = CUTS["gated_delta_rule"]
 
@@ -30,29 +30,8 @@ CUT = CUTS["gated_delta_rule"]
 def gated_delta_rule(call: DeltaRule) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `halftune_kernels.ops.gated_delta_rule.gated_delta_rule`; computes in fp32, or fp64 where ``q`` is."""
     q, k, v, g, beta, scale, initial_state, segments, normalise, want_final = call
-    (batch, length, heads, width), groups = v.shape, q.shape[2]
-    each = heads // groups
-    by_group = [x.flatten(0, 1).unflatten(1, (groups, each)) for x in (v, g, beta)]
-    inputs = (q.flatten(0, 1), k.flatten(0, 1), *by_group)
-    state = None
-    if initial_state is not None:  # [N, HV, K, V] -> [N, H, K, G * V]
-        state = initial_state.unflatten(1, (groups, each)).transpose(2, 3).flatten(3)
-    units, together = CUT.of_groups(each)
-    o, final = chunk_scan(
-        _GatedDeltaRule(scale, normalise),
-        inputs,
-        state,
-        ((each, width), v.dtype),
-        (q.shape[3], each * width),
-        segments,
-        chunk=CUT.chunk,
-        units=units,
-        want_final=want_final,
-        together=together,
-    )
-    if final is not None:
-        final = final.unflatten(3, (each, width)).transpose(2, 3).flatten(1, 2)
-    return o.view(batch, length, heads, width), final
+    scan, inputs = _GatedDeltaRule(scale, normalise), (q, k, v, g, beta)
+    return scan_by_key_head(scan, inputs, initial_state, segments, CUT, v.dtype, want_final)
 
 
 @dataclass(frozen=True)
@@ -197,7 +176,7 @@ class _GatedDeltaRule:
             falling = by_row(values.view_as(written)[onward], made.falling[onward])
             chunk_keys = made.qk[onward, size:].transpose(1, 2)
             if start >= first:
-                _decayed(states[start - first :][: len(room)], made.whole[onward], room)
+                decayed(states[start - first :][: len(room)], made.whole[onward], room)
                 room.baddbmm_(chunk_keys, falling)
             else:
                 torch.bmm(chunk_keys, falling, out=room)
@@ -286,7 +265,7 @@ def _scan_backward(
         mine = both[start - first :][:units]
         torch.mul(d_right[here].transpose(1, 2), taken[here], out=mine[:, 1])
         room = left[start - units : start] if start else d_o.new_empty(units, keys, wide)
-        _decayed(left[onward], made.whole[onward], room[: onward.stop - start])
+        decayed(left[onward], made.whole[onward], room[: onward.stop - start])
         room[onward.stop - start :] = 0.0
         room.baddbmm_(made.qk[here].transpose(1, 2), mine.view(units, 2 * size, wide))
         entering = room
@@ -325,12 +304,6 @@ def _pairs_backward(
     d_pairs.diagonal(dim1=-2, dim2=-1).zero_()
     d_b += d_pairs.sum(-1) - d_pairs.sum(-2)
     return d_weights.sum(1), d_lower.sum(1), d_beta
-
-
-def _decayed(state: torch.Tensor, whole: torch.Tensor, out: torch.Tensor) -> None:
-    """exp(b_C) S into ``out``."""
-    split = (whole.shape[2], -1)
-    torch.mul(state.unflatten(2, split), whole, out=out.unflatten(2, split))
 
 
 @constant(64)

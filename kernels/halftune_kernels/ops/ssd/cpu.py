@@ -18,10 +18,10 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from halftune_kernels.chunk_scan import LEAST_DECAY, Chunks, Tensors, chunk_scan
+from halftune_kernels.chunk_scan import LEAST_DECAY, Chunks, Tensors
 from halftune_kernels.memory import CUTS
 from halftune_kernels.ops.ssd import SimpleDecay
-from halftune_kernels.value_heads import by_row, by_value_head
+from halftune_kernels.value_heads import add_decayed, by_row, by_value_head, scan_by_key_head
 
 CUT = CUTS["ssd"]
 
@@ -29,27 +29,12 @@ CUT = CUTS["ssd"]
 def simple_decay(call: SimpleDecay) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `halftune_kernels.ops.ssd.simple_decay`."""
     q, k, v, g, w, scale, initial_state, segments, output_dtype = call
-    (batch, length, heads, width), groups = v.shape, q.shape[2]
-    each = heads // groups
-    by_group = [x.flatten(0, 1).unflatten(1, (groups, each)) for x in (v, g, *(() if w is None else (w,)))]
-    state = None
-    if initial_state is not None:  # [N, H, K, V] -> [N, G, K, R * V]
-        state = initial_state.unflatten(1, (groups, each)).transpose(2, 3).flatten(3)
-    units, together = CUT.of_groups(each)
-    o, final = chunk_scan(
-        _SimpleDecay(scale),
-        (q.flatten(0, 1), k.flatten(0, 1), *by_group),
-        state,
-        ((each, width), output_dtype),
-        (q.shape[3], each * width),
-        segments,
-        chunk=CUT.chunk,
-        units=units,
-        want_final=True,
-        together=together,
+    inputs = (q, k, v, g) if w is None else (q, k, v, g, w)
+    o, final = scan_by_key_head(
+        _SimpleDecay(scale), inputs, initial_state, segments, CUT, output_dtype, want_final=True
     )
     assert final is not None
-    return o.view(batch, length, heads, width), final.unflatten(3, (each, width)).transpose(2, 3).flatten(1, 2)
+    return o, final
 
 
 @dataclass(frozen=True)
@@ -172,7 +157,7 @@ class _SimpleDecay:
             leaving = added[start : start + units]
             if start >= first:
                 entered = passed.states[start - first :][: len(leaving)]
-                _add_decayed(leaving, entered, passed.whole[start:][: len(leaving)])
+                add_decayed(leaving, entered, passed.whole[start:][: len(leaving)])
             if start + units < total:
                 passed.states[start + units - first :][:units] = leaving
         return passed, added[total - units :] if going else None
@@ -190,12 +175,6 @@ def _states_backward(
     for start in reversed(range(first, total, units)):
         left = d_state if start + units == total else found[start + units - first :][:units]
         if left is not None:
-            _add_decayed(found[start - first :][: len(left)], left, passed.whole[start:][: len(left)])
+            add_decayed(found[start - first :][: len(left)], left, passed.whole[start:][: len(left)])
     inner = found if first else found[units:]
     return inner if d_state is None else torch.cat((inner, d_state)), None if first else found[:units]
-
-
-def _add_decayed(into: torch.Tensor, state: torch.Tensor, whole: torch.Tensor) -> None:
-    """Adds exp(b_C) S."""
-    split = (whole.shape[2], -1)
-    into.unflatten(2, split).addcmul_(state.unflatten(2, split), whole)

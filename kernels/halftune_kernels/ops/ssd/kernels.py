@@ -45,100 +45,100 @@ def _weighted(x, w, at, live):
 @triton.jit
 def prepare(
     q, k, g, p, b, f, table, scale,
-    G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, TK: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, TK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """b and P of one chunk and head."""
     base, left = chunk_place(table, C)
     head, c = tl.program_id(1), tl.arange(0, C)
     live = c < left
-    row, key = base * H + head, base * G + head // (H // G)
+    row, key = base * HV + head, base * H + head // (HV // H)
     met = tl.zeros((C, C), tl.float32)
     for tile in range(0, BK, TK):
         kk = tile + tl.arange(0, TK)
-        x, y = load_rows(k + key * K, c, live, kk, G, K), load_rows(q + key * K, c, live, kk, G, K)
+        x, y = load_rows(k + key * K, c, live, kk, H, K), load_rows(q + key * K, c, live, kk, H, K)
         met = tl.dot(y, tl.trans(x), met, input_precision=PRECISION)
-    sums, parts = decay_sums(g + row + c * H, live)
-    tl.store(b + row + c * H, sums, mask=live)
-    tl.store(f + row + c * H, parts, mask=live)
+    sums, parts = decay_sums(g + row + c * HV, live)
+    tl.store(b + row + c * HV, sums, mask=live)
+    tl.store(f + row + c * HV, parts, mask=live)
     met = met * pair_decays(sums, parts, c[:, None] >= c[None, :]) * scale
-    tl.store(p + row * C + c[:, None] * (H * C) + c[None, :], met.to(p.dtype.element_ty), mask=live[:, None])
+    tl.store(p + row * C + c[:, None] * (HV * C) + c[None, :], met.to(p.dtype.element_ty), mask=live[:, None])
 
 
 @triton.jit
 def scan_forward(
     q, k, v, w, b, f, p, o, states, initial, final, table, scale,
-    G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """All chunks of one segment and head, BV columns of the values; keeps the entering states if asked."""
-    here = scan_place(table, H, V, BK, BV)
-    s, c = load_state(initial, here.segment, here, H, K, V), tl.arange(0, C)
+    here = scan_place(table, HV, V, BK, BV)
+    s, c = load_state(initial, here.segment, here, HV, K, V), tl.arange(0, C)
     for place in range(tl.cdiv(here.length, C)):
-        now = scan_chunk(here, place, G, H, K, V, C)
+        now = scan_chunk(here, place, H, HV, K, V, C)
         bk, bq = load_tile(k, now.at_k, now.in_k), load_tile(q, now.at_k, now.in_k)
-        bv = _weighted(tl.load(v + now.at_v, mask=now.in_v, other=0.0), w, now.row + c * H, now.live)
+        bv = _weighted(tl.load(v + now.at_v, mask=now.in_v, other=0.0), w, now.row + c * HV, now.live)
         bp = load_tile(p, now.at_c, now.in_c)
-        e, left, whole = chunk_decays(b, f, now, H, C)
-        store_state(states, now.number, here, s, H, K, V)
+        e, left, whole = chunk_decays(b, f, now, HV, C)
+        store_state(states, now.number, here, s, HV, K, V)
         out = (e * scale)[:, None] * tl.dot(at_hand(bq, PRECISION), s.to(bv.dtype), input_precision=PRECISION)
         out += tl.dot(at_hand(bp, PRECISION), bv, input_precision=PRECISION)
         tl.store(o + now.at_v, out.to(o.dtype.element_ty), mask=now.in_v)
         kept = (bv.to(tl.float32) * left[:, None]).to(bv.dtype)
         s = s * whole + tl.dot(tl.trans(at_hand(bk, PRECISION)), kept, input_precision=PRECISION)
-    store_state(final, here.segment, here, s, H, K, V)
+    store_state(final, here.segment, here, s, HV, K, V)
 
 
 @triton.jit
 def scan_backward(
     q, k, v, w, b, f, p, do, dv, dws, dstates, dfinal, dinitial, table, scale, rows,
-    G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dV and each chunk's leaving dS, last chunk first; dws [tiles, rows, H] gets this tile's part of dw."""
-    here = scan_place(table, H, V, BK, BV)
-    ds, c = load_state(dfinal, here.segment, here, H, K, V), tl.arange(0, C)
+    """dV and each chunk's leaving dS, last chunk first; dws [tiles, rows, HV] gets this tile's part of dw."""
+    here = scan_place(table, HV, V, BK, BV)
+    ds, c = load_state(dfinal, here.segment, here, HV, K, V), tl.arange(0, C)
     count = tl.cdiv(here.length, C)
     for done in range(count):
-        now = scan_chunk(here, count - 1 - done, G, H, K, V, C)
+        now = scan_chunk(here, count - 1 - done, H, HV, K, V, C)
         bk, bq = load_tile(k, now.at_k, now.in_k), load_tile(q, now.at_k, now.in_k)
         bo = tl.load(do + now.at_v, mask=now.in_v, other=0.0)
         bp = load_tile(p, now.at_c, now.in_c)
-        e, left, whole = chunk_decays(b, f, now, H, C)
-        store_state(dstates, now.number, here, ds, H, K, V)
+        e, left, whole = chunk_decays(b, f, now, HV, C)
+        store_state(dstates, now.number, here, ds, HV, K, V)
         bx = left[:, None] * tl.dot(at_hand(bk, PRECISION), ds.to(bo.dtype), input_precision=PRECISION)
         bx += tl.dot(tl.trans(at_hand(bp, PRECISION)), bo, input_precision=PRECISION)
         if w is not None:
             bv = tl.load(v + now.at_v, mask=now.in_v, other=0.0).to(tl.float32)
-            by_row = now.row + c * H
-            tl.store(dws + tl.cast(here.part, tl.int64) * rows * H + by_row, tl.sum(bx * bv, 1), mask=now.live)
+            by_row = now.row + c * HV
+            tl.store(dws + tl.cast(here.part, tl.int64) * rows * HV + by_row, tl.sum(bx * bv, 1), mask=now.live)
             bx = bx * row_factor(w, by_row, now.live)[:, None]
         tl.store(dv + now.at_v, bx.to(dv.dtype.element_ty), mask=now.in_v)
         kept = (bo.to(tl.float32) * (e * scale)[:, None]).to(bo.dtype)
         ds = ds * whole + tl.dot(tl.trans(at_hand(bq, PRECISION)), kept, input_precision=PRECISION)
-    store_state(dinitial, here.segment, here, ds, H, K, V)
+    store_state(dinitial, here.segment, here, ds, HV, K, V)
 
 
 @triton.jit
 def chunk_backward(
     q, k, v, w, b, f, do, states, dstates, dq, dk, dg, table, scale,
-    G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, TK: tl.constexpr, TV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ, dK (of one value head) and dg of one chunk."""
     base, left_rows = chunk_place(table, C)
     head, c = tl.program_id(1), tl.arange(0, C)
     live = c < left_rows
-    row, key = base * H + head, base * G + head // (H // G)
+    row, key = base * HV + head, base * H + head // (HV // H)
     q, k, v, do, dq, dk = q + key * K, k + key * K, v + row * V, do + row * V, dq + row * K, dk + row * K
-    state = (tl.cast(tl.program_id(0), tl.int64) * H + head) * K * V
-    states, dstates, by_row = states + state, dstates + state, row + c * H
+    state = (tl.cast(tl.program_id(0), tl.int64) * HV + head) * K * V
+    states, dstates, by_row = states + state, dstates + state, row + c * HV
 
     p, pt = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
     for tile in range(0, BV, TV):
         vv = tile + tl.arange(0, TV)
-        bo = load_rows(do, c, live, vv, H, V)
-        bv = _weighted(load_rows(v, c, live, vv, H, V), w, by_row, live)
+        bo = load_rows(do, c, live, vv, HV, V)
+        bv = _weighted(load_rows(v, c, live, vv, HV, V), w, by_row, live)
         p = tl.dot(bo, tl.trans(bv), p, input_precision=PRECISION)
         pt = tl.dot(bv, tl.trans(bo), pt, input_precision=PRECISION)
     # Read after the first sums: as factors of columns they would fill the registers beside them.
@@ -150,12 +150,12 @@ def chunk_backward(
     met = tl.zeros((C, C), tl.float32)
     for tile in range(0, BK, TK):
         kk = tile + tl.arange(0, TK)
-        bq, bk = load_rows(q, c, live, kk, G, K), load_rows(k, c, live, kk, G, K)
+        bq, bk = load_rows(q, c, live, kk, H, K), load_rows(k, c, live, kk, H, K)
         met = tl.dot(bq, tl.trans(bk), met, input_precision=PRECISION)
     dgate = between(p * met, C)
     p = p.to(q.dtype.element_ty)
 
-    e, left, whole = state_decays(sums, parts, b, f, row, left_rows, H, C, PRECISION == "tf32x3")
+    e, left, whole = state_decays(sums, parts, b, f, row, left_rows, HV, C, PRECISION == "tf32x3")
     e = e * scale
     db, written, held = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32), 0.0
     for tile in range(0, BK, TK):
@@ -164,13 +164,13 @@ def chunk_backward(
         product = tl.zeros((TK,), tl.float32)
         for tile_v in range(0, BV, TV):
             vv = tile_v + tl.arange(0, TV)
-            bo = load_rows(do, c, live, vv, H, V)
-            bv = _weighted(load_rows(v, c, live, vv, H, V), w, by_row, live)
+            bo = load_rows(do, c, live, vv, HV, V)
+            bv = _weighted(load_rows(v, c, live, vv, HV, V), w, by_row, live)
             bs, bd = load_rows(states, kk, kk < K, vv, 1, V), load_rows(dstates, kk, kk < K, vv, 1, V)
             product += tl.sum(bs.to(tl.float32) * bd.to(tl.float32), 1)
             aq = tl.dot(bo, tl.trans(bs.to(bo.dtype)), aq, input_precision=PRECISION)
             ak = tl.dot(bv, tl.trans(bd.to(bo.dtype)), ak, input_precision=PRECISION)
-        bq, bk = load_rows(q, c, live, kk, G, K), load_rows(k, c, live, kk, G, K)
+        bq, bk = load_rows(q, c, live, kk, H, K), load_rows(k, c, live, kk, H, K)
         wq, wk = bq.to(tl.float32), bk.to(tl.float32)
         aq, ak = aq * e[:, None], ak * left[:, None]
         db += tl.sum(wq * aq, 1)
@@ -178,7 +178,7 @@ def chunk_backward(
         held += tl.sum(product, 0)
         aq = tl.dot(p, bk, aq, input_precision=PRECISION)
         ak = tl.dot(pt, bq, ak, input_precision=PRECISION)
-        into, inside = tile_at(c, live, kk, H, K)
+        into, inside = tile_at(c, live, kk, HV, K)
         tl.store(dq + into, aq.to(dq.dtype.element_ty), mask=inside)
         tl.store(dk + into, ak.to(dk.dtype.element_ty), mask=inside)
     dgate = decay_gradient(dgate, db, written, held * whole, C)
