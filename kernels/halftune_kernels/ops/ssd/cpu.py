@@ -20,7 +20,7 @@ import torch
 
 from halftune_kernels.chunk_scan import LEAST_DECAY, Chunks, Tensors
 from halftune_kernels.memory import CUTS
-from halftune_kernels.ops.ssd import SimpleDecay
+from halftune_kernels.ops.ssd.decay import SimpleDecay
 from halftune_kernels.value_heads import add_decayed, by_row, by_value_head, scan_by_key_head
 
 CUT = CUTS["ssd"]
