@@ -5,10 +5,13 @@ Shapes: U units, C rows, R value heads of one key head, V value channels.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from halftune_kernels.arguments import Segments
-from halftune_kernels.chunk_scan import ChunkOperator, Plan, Tensors, chunk_scan
+from halftune_kernels.chunk_scan import LEAST_DECAY, ChunkOperator, Plan, Tensors, chunk_scan
+from halftune_kernels.constants import constant
 from halftune_kernels.memory import Cut
 
 
@@ -60,6 +63,58 @@ def scan_by_key_head(
     if final is not None:
         final = final.unflatten(3, (each, width)).transpose(2, 3).flatten(1, 2)
     return o.view(v.shape), final
+
+
+class HeadDecay(NamedTuple):
+    """The decay of a chunk, b its cumulated logarithm.
+
+    Attributes:
+        between: [U, R, C, C] exp(b_i - b_j) for i ≥ j, else 0.
+        rising, falling: [U, R, C, 1] exp(b) and exp(b_C - b).
+        whole: [U, 1, R, 1] exp(b_C).
+    """
+
+    between: torch.Tensor
+    rising: torch.Tensor
+    falling: torch.Tensor
+    whole: torch.Tensor
+
+
+def head_decay(g: torch.Tensor) -> HeadDecay:
+    """Of the log decay [U, C, R]."""
+    # fp64 costs nothing here, and keeps the digits of a slow decay that follows a fast one
+    b = g.transpose(1, 2).double().clamp(min=LEAST_DECAY).cumsum(-1)
+    last = b[..., -1:]
+    between = (b[..., :, None] - b[..., None, :]).to(g.dtype)
+    between.add_(_minus_infinity_above(b.shape[2], g.dtype, g.device)).exp_()
+    rising, falling = b.exp().to(g.dtype)[..., None], (last - b).exp().to(g.dtype)[..., None]
+    return HeadDecay(between, rising, falling, last.exp().to(g.dtype)[:, None])
+
+
+@constant(64)
+def _minus_infinity_above(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.full((size, size), float("-inf"), dtype=dtype, device=device).triu_(1)
+
+
+def leaving_decay_backward(
+    d_b: torch.Tensor, written: torch.Tensor, states: torch.Tensor, left: torch.Tensor, whole: torch.Tensor
+) -> None:
+    """Adds to the gradient of b [U, R, C], fp64, what the states that leave have of it.
+
+    Args:
+        d_b: of all units.
+        written: [M, C, R * V] what a row writes times the gradient of it, of the units that a state leaves.
+        states: [U - F, K, R * V] those that enter, of all but the first units.
+        left: [M, K, R * V] gradients of those that leave.
+        whole: as in `HeadDecay`.
+    """
+    led, first, each = len(left), len(d_b) - len(states), d_b.shape[1]
+    shares = written.unflatten(2, (each, -1)).sum(-1).transpose(1, 2).double()
+    d_b[:led] -= shares
+    d_b[:led, :, -1] += shares.sum(-1)
+    if led > first:
+        passing = (states[: led - first] * left[first:]).unflatten(2, (each, -1)).sum((1, 3))
+        d_b[first:led, :, -1] += passing * whole[first:led, 0, :, 0]
 
 
 def decayed(state: torch.Tensor, whole: torch.Tensor, out: torch.Tensor) -> None:

@@ -136,7 +136,10 @@ def conv_backward_input(
 
 class _CausalConv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x, weight, bias, initial_states, silu, segments):
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+        initial_states: torch.Tensor | None, silu: bool, segments: Segments,
+    ) -> torch.Tensor:  # fmt: skip
         x, weight = x.contiguous(), weight.contiguous()
         bias = None if bias is None else bias.contiguous()
         states = None if initial_states is None else initial_states.contiguous()
@@ -154,7 +157,7 @@ class _CausalConv(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy):
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, bias, states = ctx.saved_tensors
         table, how, width = chunk_table(ctx.segments, ROWS * TILES, x.device), ctx.how, weight.shape[1]
         config = _config(x)
