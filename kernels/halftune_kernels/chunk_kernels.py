@@ -84,16 +84,24 @@ def decay_gradient(dgate, through, after, held, C: tl.constexpr):
 @triton.jit
 def chunk_decays(b, f, now, HV: tl.constexpr, C: tl.constexpr):
     """`state_decays` of a chunk of a scan."""
-    sums, parts = load_sums(b, f, now.row + tl.arange(0, C) * HV, now.live, True)
+    sums, parts = load_sums(b, f, now.by_row, now.live, True)
     return state_decays(sums, parts, b, f, now.row, now.left, HV, C, True)
 
 
 @triton.jit
-def chunk_place(table, C: tl.constexpr):
-    """Of a program of one chunk: its first row, and the segment's rows from there on."""
-    entry = table + tl.program_id(0) * 4
+def chunk_place(table, H: tl.constexpr, HV: tl.constexpr, C: tl.constexpr):
+    """Of a program of one chunk and head: its first row in [rows, HV], that of its keys in [rows, H], and the segment's
+    rows from there on."""
+    entry, head = table + tl.program_id(0) * 4, tl.program_id(1)
     place, first, length = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    return tl.cast(first + place * C, tl.int64), length - place * C
+    base = tl.cast(first + place * C, tl.int64)
+    return base * HV + head, base * H + head // (HV // H), length - place * C
+
+
+@triton.jit
+def chunk_number(HV: tl.constexpr):
+    """Of a program of one chunk and head: its place in [chunks, HV]."""
+    return tl.cast(tl.program_id(0), tl.int64) * HV + tl.program_id(1)
 
 
 class Scan(NamedTuple):
@@ -110,54 +118,19 @@ class Scan(NamedTuple):
 
 
 @triton.jit
-def scan_place(table, HV: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """All on the first axis of the grid, for the others end at 65,535, and a batch or a packed row may hold more
+def begin_scan(
+    table, states, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """What this program computes, and the state it begins with.
+
+    All on the first axis of the grid, for the others end at 65,535, and a batch or a packed row may hold more
     samples."""
     tiles: tl.constexpr = (V + BV - 1) // BV
     number = tl.program_id(0)
     part, head, entry = number % tiles, number // tiles % HV, table + number // (tiles * HV) * 4
     segment, chunk, first, length = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    return Scan(part, head, segment, chunk, first, length, tl.arange(0, BK), part * BV + tl.arange(0, BV))
-
-
-class Chunk(NamedTuple):
-    """One chunk of a scan: offsets of its rows, and which of them exist."""
-
-    number: tl.tensor
-    row: tl.tensor  # of the first one and the head in [rows, HV]
-    key: tl.tensor  # of the first one and the head's keys in [rows, H]
-    left: tl.tensor  # rows from there to the segment's end
-    live: tl.tensor
-    at_k: tl.tensor  # in [rows, H, K]
-    in_k: tl.tensor
-    at_v: tl.tensor  # in [rows, HV, V], of the tile
-    in_v: tl.tensor
-    at_c: tl.tensor  # in [rows, HV, C]
-    in_c: tl.tensor
-
-
-@triton.jit
-def scan_chunk(here, place, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr):
-    """Chunk ``place`` of the segment of a scan."""
-    base, left, c = tl.cast(here.first + place * C, tl.int64), here.length - place * C, tl.arange(0, C)
-    row, key, live = base * HV + here.head, base * H + here.head // (HV // H), c < left
-    at_k, in_k = key * K + c[:, None] * (H * K) + here.kk[None, :], live[:, None] & (here.kk < K)[None, :]
-    at_v, in_v = row * V + c[:, None] * (HV * V) + here.vv[None, :], live[:, None] & (here.vv < V)[None, :]
-    at_c, in_c = row * C + c[:, None] * (HV * C) + c[None, :], live[:, None]
-    return Chunk(here.chunk + place, row, key, left, live, at_k, in_k, at_v, in_v, at_c, in_c)
-
-
-@triton.jit
-def tile_at(row, live, kk, H: tl.constexpr, K: tl.constexpr):
-    """Offsets of channels kk of rows of one head in [rows, H, K], and which of them exist."""
-    return row[:, None] * (H * K) + kk[None, :], live[:, None] & (kk < K)[None, :]
-
-
-@triton.jit
-def load_rows(x, row, live, kk, H: tl.constexpr, K: tl.constexpr):
-    """Channels kk of rows of one head, as they are; 0 where there is none."""
-    at, inside = tile_at(row, live, kk, H, K)
-    return tl.load(x + at, mask=inside, other=0.0)
+    here = Scan(part, head, segment, chunk, first, length, tl.arange(0, BK), part * BV + tl.arange(0, BV))
+    return here, load_state(states, segment, here, HV, K, V)
 
 
 class Tile(NamedTuple):
@@ -186,6 +159,56 @@ def at_hand(tile, PRECISION: tl.constexpr):
     if PRECISION == "tf32x3":
         value = tl.load(tile.x + tile.at, mask=tile.keep, other=0.0)
     return value
+
+
+class Chunk(NamedTuple):
+    """One chunk of a scan: what every scan reads, offsets of its rows, and which of them exist."""
+
+    number: tl.tensor
+    left: tl.tensor  # rows from here to the segment's end
+    row: tl.tensor  # the first one in [rows, HV]
+    by_row: tl.tensor  # all
+    by_key: tl.tensor  # in [rows, H]
+    live: tl.tensor
+    at_k: tl.tensor  # in [rows, H, K]
+    in_k: tl.tensor
+    at_v: tl.tensor  # in [rows, HV, V], of the tile
+    in_v: tl.tensor
+    at_c: tl.tensor  # in [rows, HV, C]
+    in_c: tl.tensor
+    q: Tile
+    k: Tile
+    p: Tile
+
+
+@triton.jit
+def scan_chunk(
+    here, place, q, k, p, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Chunk ``place`` of the segment of a scan."""
+    base, left, c = tl.cast(here.first + place * C, tl.int64), here.length - place * C, tl.arange(0, C)
+    row, key, live = base * HV + here.head, base * H + here.head // (HV // H), c < left
+    at_k, in_k = key * K + c[:, None] * (H * K) + here.kk[None, :], live[:, None] & (here.kk < K)[None, :]
+    at_v, in_v = row * V + c[:, None] * (HV * V) + here.vv[None, :], live[:, None] & (here.vv < V)[None, :]
+    at_c, in_c = row * C + c[:, None] * (HV * C) + c[None, :], live[:, None]
+    tile_q, tile_k, tile_p = load_tile(q, at_k, in_k), load_tile(k, at_k, in_k), load_tile(p, at_c, in_c)
+    by_row, by_key = row + c * HV, key + c * H
+    return Chunk(
+        here.chunk + place, left, row, by_row, by_key, live, at_k, in_k, at_v, in_v, at_c, in_c, tile_q, tile_k, tile_p
+    )
+
+
+@triton.jit
+def tile_at(row, live, kk, H: tl.constexpr, K: tl.constexpr):
+    """Offsets of channels kk of rows of one head in [rows, H, K], and which of them exist."""
+    return row[:, None] * (H * K) + kk[None, :], live[:, None] & (kk < K)[None, :]
+
+
+@triton.jit
+def load_rows(x, row, live, kk, H: tl.constexpr, K: tl.constexpr):
+    """Channels kk of rows of one head, as they are; 0 where there is none."""
+    at, inside = tile_at(row, live, kk, H, K)
+    return tl.load(x + at, mask=inside, other=0.0)
 
 
 @triton.jit

@@ -154,3 +154,10 @@ def gradient_of(initial: torch.Tensor | None) -> torch.Tensor | None:
 def as_given(gradient: torch.Tensor | None, initial: torch.Tensor | None) -> torch.Tensor | None:
     """The gradient of the initial states in their dtype."""
     return None if gradient is None or initial is None else gradient.to(initial.dtype)
+
+
+def keep(ctx: Any, scale: float, segments: Segments, *tensors: torch.Tensor | None) -> None:
+    """Keep for the backward pass, which is to be told of results that were not used."""
+    ctx.save_for_backward(*tensors)
+    ctx.scale, ctx.segments = scale, segments
+    ctx.set_materialize_grads(False)

@@ -21,8 +21,7 @@ _BLOCK = 1 << 16  # elements that one pass of shifts works on: they stay in the 
 
 def causal_conv1d(call: Convolution) -> torch.Tensor:
     """See `halftune_kernels.ops.causal_conv1d.causal_conv1d_fn`; x is [B, T, D] here."""
-    x, weight, bias, silu, initial_states, segments = call
-    return _CausalConv.apply(x, weight, bias, initial_states, silu, segments)  # type: ignore[return-value]
+    return _CausalConv.apply(*call)  # type: ignore[return-value]
 
 
 @constant(32)
@@ -68,10 +67,8 @@ def _window(laid: torch.Tensor, taps: list[torch.Tensor], bias: torch.Tensor | N
 
 class _CausalConv(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-        initial_states: torch.Tensor | None, silu: bool, segments: Segments,
-    ) -> torch.Tensor:  # fmt: skip
+    def forward(ctx: Any, *call: Any) -> torch.Tensor:
+        x, weight, bias, silu, initial_states, segments = Convolution(*call)
         width = weight.shape[1]
         laid = _layout(x, initial_states, width, segments)
         taps, wide_bias = _taps(weight, bias, laid.dtype)
@@ -117,7 +114,7 @@ class _CausalConv(torch.autograd.Function):
             dinitial = dlaid[front].transpose(1, 2).to(initial_states.dtype)
         dx = dlaid[rows].view(x.shape).to(x.dtype)
         dweight = torch.stack(dtaps, 1).to(weight.dtype)
-        return dx, dweight, None if bias is None else dbias.to(bias.dtype), dinitial, None, None
+        return dx, dweight, None if bias is None else dbias.to(bias.dtype), None, dinitial, None
 
 
 def _taps(weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype):

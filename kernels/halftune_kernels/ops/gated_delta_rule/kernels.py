@@ -30,19 +30,19 @@ import triton.language as tl
 
 from halftune_kernels.chunk_kernels import (
     at_hand,
+    begin_scan,
     between,
     chunk_decays,
+    chunk_number,
     chunk_place,
     decay_gradient,
     decay_sums,
     load_rows,
-    load_state,
     load_sums,
     load_tile,
     pair_decays,
     row_factor,
     scan_chunk,
-    scan_place,
     state_decays,
     store_state,
     tile_at,
@@ -130,10 +130,9 @@ def solve(
 
     Stores what the scans need and do not depend on the state: b, T * D and P = scale Q K^T * D. If rq and rk are given,
     they get 1 / norm of the rows of q and k, and these count as divided by theirs."""
-    base, left = chunk_place(table, C)
-    head, c = tl.program_id(1), tl.arange(0, C)
+    row, key, left = chunk_place(table, H, HV, C)
+    c = tl.arange(0, C)
     live = c < left
-    row, key = base * HV + head, base * H + head // (HV // H)
     q, k = q + key * K, k + key * K
     met, nq, nk = tl.zeros((C, C), tl.float32), tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
     for tile in range(0, BK, TK):
@@ -149,7 +148,7 @@ def solve(
     if rk is not None:
         nq, nk = _inverse_norm(nq), _inverse_norm(nk)
         met = _scaled(met, nq, nk)
-        if head % (HV // H) == 0:
+        if tl.program_id(1) % (HV // H) == 0:
             tl.store(rk + key + c * H, nk, mask=live)
             tl.store(rq + key + c * H, nq, mask=live)
     tl.store(p + row * C + c[:, None] * (HV * C) + c[None, :], met.to(p.dtype.element_ty), mask=live[:, None])
@@ -164,27 +163,26 @@ def scan_forward(
     BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """All chunks of one segment and head, BV columns of the values; keeps N and the entering states if asked."""
-    here = scan_place(table, HV, V, BK, BV)
-    s, c = load_state(initial, here.segment, here, HV, K, V), tl.arange(0, C)
+    here, s = begin_scan(table, initial, HV, K, V, BK, BV)
+    kind = k.dtype.element_ty
     for place in range(tl.cdiv(here.length, C)):
-        now = scan_chunk(here, place, H, HV, K, V, C)
-        bk, bq = load_tile(k, now.at_k, now.in_k), load_tile(q, now.at_k, now.in_k)
-        nk, nq = row_factor(rk, now.key + c * H, now.live), row_factor(rq, now.key + c * H, now.live) * scale
+        now = scan_chunk(here, place, q, k, p, H, HV, K, V, C)
+        nk, nq = row_factor(rk, now.by_key, now.live), row_factor(rq, now.by_key, now.live) * scale
         bv = tl.load(v + now.at_v, mask=now.in_v, other=0.0).to(tl.float32)
-        bt, bp = load_tile(t, now.at_c, now.in_c), load_tile(p, now.at_c, now.in_c)
+        bt = load_tile(t, now.at_c, now.in_c)
         e, left, whole = chunk_decays(b, f, now, HV, C)
-        bb = row_factor(beta, now.row + c * HV, now.live)
+        bb = row_factor(beta, now.by_row, now.live)
         store_state(states, now.number, here, s, HV, K, V)
-        half = s.to(k.dtype.element_ty)
-        x = bb[:, None] * (bv - (e * nk)[:, None] * tl.dot(at_hand(bk, PRECISION), half, input_precision=PRECISION))
-        fresh = tl.dot(at_hand(bt, PRECISION), x.to(half.dtype), input_precision=PRECISION)
-        out = (e * nq)[:, None] * tl.dot(at_hand(bq, PRECISION), half, input_precision=PRECISION)
-        out += tl.dot(at_hand(bp, PRECISION), fresh.to(half.dtype), input_precision=PRECISION)
+        half = s.to(kind)
+        x = bb[:, None] * (bv - (e * nk)[:, None] * tl.dot(at_hand(now.k, PRECISION), half, input_precision=PRECISION))
+        fresh = tl.dot(at_hand(bt, PRECISION), x.to(kind), input_precision=PRECISION)
+        out = (e * nq)[:, None] * tl.dot(at_hand(now.q, PRECISION), half, input_precision=PRECISION)
+        out += tl.dot(at_hand(now.p, PRECISION), fresh.to(kind), input_precision=PRECISION)
         tl.store(o + now.at_v, out.to(o.dtype.element_ty), mask=now.in_v)
         if states is not None:
             tl.store(new + now.at_v, fresh.to(new.dtype.element_ty), mask=now.in_v)
-        kept = (fresh * (left * nk)[:, None]).to(half.dtype)
-        s = s * whole + tl.dot(tl.trans(at_hand(bk, PRECISION)), kept, input_precision=PRECISION)
+        kept = (fresh * (left * nk)[:, None]).to(kind)
+        s = s * whole + tl.dot(tl.trans(at_hand(now.k, PRECISION)), kept, input_precision=PRECISION)
     store_state(final, here.segment, here, s, HV, K, V)
 
 
@@ -195,32 +193,30 @@ def scan_backward(
     BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dX, dV and each chunk's leaving dS, from the last chunk to the first."""
-    here = scan_place(table, HV, V, BK, BV)
-    ds, c = load_state(dfinal, here.segment, here, HV, K, V), tl.arange(0, C)
+    here, ds = begin_scan(table, dfinal, HV, K, V, BK, BV)
+    kind = k.dtype.element_ty
     count = tl.cdiv(here.length, C)
     for done in range(count):
-        now = scan_chunk(here, count - 1 - done, H, HV, K, V, C)
-        bk, bq = load_tile(k, now.at_k, now.in_k), load_tile(q, now.at_k, now.in_k)
-        nk, nq = row_factor(rk, now.key + c * H, now.live), row_factor(rq, now.key + c * H, now.live) * scale
+        now = scan_chunk(here, count - 1 - done, q, k, p, H, HV, K, V, C)
+        nk, nq = row_factor(rk, now.by_key, now.live), row_factor(rq, now.by_key, now.live) * scale
         bo = tl.load(do + now.at_v, mask=now.in_v, other=0.0)
-        bt, bp = load_tile(t, now.at_c, now.in_c), load_tile(p, now.at_c, now.in_c)
+        bt = load_tile(t, now.at_c, now.in_c)
         e, left, whole = chunk_decays(b, f, now, HV, C)
-        bb = row_factor(beta, now.row + c * HV, now.live)
+        bb = row_factor(beta, now.by_row, now.live)
         store_state(dstates, now.number, here, ds, HV, K, V)
-        kind = k.dtype.element_ty
-        dn = (left * nk)[:, None] * tl.dot(at_hand(bk, PRECISION), ds.to(kind), input_precision=PRECISION)
-        dn += tl.dot(tl.trans(at_hand(bp, PRECISION)), bo, input_precision=PRECISION)
+        dn = (left * nk)[:, None] * tl.dot(at_hand(now.k, PRECISION), ds.to(kind), input_precision=PRECISION)
+        dn += tl.dot(tl.trans(at_hand(now.p, PRECISION)), bo, input_precision=PRECISION)
         bx = tl.dot(tl.trans(at_hand(bt, PRECISION)), dn.to(kind), input_precision=PRECISION)
         tl.store(dx + now.at_v, bx.to(dx.dtype.element_ty), mask=now.in_v)
         bx = bx * bb[:, None]
         tl.store(dv + now.at_v, bx.to(dv.dtype.element_ty), mask=now.in_v)
         ds = ds * whole
         ds += tl.dot(
-            tl.trans(at_hand(bq, PRECISION)),
+            tl.trans(at_hand(now.q, PRECISION)),
             (bo.to(tl.float32) * (e * nq)[:, None]).to(kind),
             input_precision=PRECISION,
         )
-        ds -= tl.dot(tl.trans(at_hand(bk, PRECISION)), (bx * (e * nk)[:, None]).to(kind), input_precision=PRECISION)
+        ds -= tl.dot(tl.trans(at_hand(now.k, PRECISION)), (bx * (e * nk)[:, None]).to(kind), input_precision=PRECISION)
     store_state(dinitial, here.segment, here, ds, HV, K, V)
 
 
@@ -241,12 +237,11 @@ def chunk_backward(
     """dQ and dK of one chunk and value head (of the unit rows), dg and dbeta.
 
     keys and values are K and V once more: as constants they would let the compiler unroll the loops, and spill."""
-    base, left_rows = chunk_place(table, C)
-    head, c = tl.program_id(1), tl.arange(0, C)
+    row, key, left_rows = chunk_place(table, H, HV, C)
+    c = tl.arange(0, C)
     live = c < left_rows
-    row, key = base * HV + head, base * H + head // (HV // H)
     q, k, v, do, new, dx = q + key * K, k + key * K, v + row * V, do + row * V, new + row * V, dx + row * V
-    state = (tl.cast(tl.program_id(0), tl.int64) * HV + head) * K * V
+    state = chunk_number(HV) * K * V
     states, dstates, dq, dk = states + state, dstates + state, dq + row * K, dk + row * K
     by_row, by_key = row + c * HV, key + c * H
 

@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from halftune_kernels.arguments import Segments
-from halftune_kernels.chunk_launch import CHUNK, ChunkLaunch, as_given, contiguous, gradient_of, of_output
+from halftune_kernels.chunk_launch import CHUNK, ChunkLaunch, as_given, contiguous, gradient_of, keep, of_output
 from halftune_kernels.delta_arguments import DeltaRule
 from halftune_kernels.launch import SCAN_FP32, Config, Rows
 from halftune_kernels.ops.gated_delta_rule import kernels
@@ -54,15 +54,13 @@ class _GatedDeltaRule(torch.autograd.Function):
         b, f = (q.new_empty(v.shape[:3], dtype=torch.float32) for _ in range(2))
         launch.by_chunk(kernels.solve, q, k, g, beta, t, p, b, f, rq, rk, launch.chunks, scale)
 
-        keep = any(ctx.needs_input_grad)
-        new, states = (torch.empty_like(v), launch.states_of_chunks()) if keep else (None, None)
+        wanted = any(ctx.needs_input_grad)
+        new, states = (torch.empty_like(v), launch.states_of_chunks()) if wanted else (None, None)
         o, final = torch.empty_like(v), launch.states_of_samples() if want_final else None
         given = (q, k, v, b, f, beta, t, p, rq, rk, o, new, states, initial, final, launch.samples, scale)
         launch.scan(kernels.scan_forward, *given)
-        if keep:
-            ctx.save_for_backward(q, k, v, g, beta, t, p, b, f, rq, rk, new, states, initial)
-            ctx.scale, ctx.segments = scale, segments
-            ctx.set_materialize_grads(False)
+        if wanted:
+            keep(ctx, scale, segments, q, k, v, g, beta, t, p, b, f, rq, rk, new, states, initial)
         return o, final
 
     @staticmethod

@@ -38,10 +38,8 @@ def _norm(u_MGS: torch.Tensor, eps: float) -> torch.Tensor:
 
 class _GatedNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor | None,
-        eps: float, sigmoid: bool, norm_before_gate: bool, group_size: int,
-    ) -> torch.Tensor:  # fmt: skip
+    def forward(ctx: Any, *call: Any) -> torch.Tensor:
+        x, weight, gate, eps, sigmoid, norm_before_gate, group_size = GatedNorm(*call)
         wide = torch.promote_types(x.dtype, torch.float32)
         y, w = torch.empty_like(x, memory_format=torch.contiguous_format), weight.to(wide)
         step = max(1, _BLOCK // max(1, x.shape[1]))

@@ -106,10 +106,8 @@ def _cut(size: int) -> tuple[int, int, Config]:
 
 class _GatedNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor | None,
-        eps: float, sigmoid: bool, norm_before_gate: bool, group_size: int,
-    ) -> torch.Tensor:  # fmt: skip
+    def forward(ctx: Any, *call: Any) -> torch.Tensor:
+        x, weight, gate, eps, sigmoid, norm_before_gate, group_size = GatedNorm(*call)
         x, weight = x.contiguous(), weight.contiguous()
         gate = None if gate is None else gate.contiguous()
         rows, channels = x.shape

@@ -28,7 +28,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halftune_kernels.chunk_kernels import LOG2E, chunk_place, load_rows, row_factor, tile_at
+from halftune_kernels.chunk_kernels import LOG2E, chunk_number, chunk_place, load_rows, row_factor, tile_at
 from halftune_kernels.delta_kernels import block_decays, gates, read_back, store_inverse_of, vector
 
 
@@ -45,14 +45,13 @@ def products(
     BK: tl.constexpr, TK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One block of R rows of one chunk and head: rows of A(K, K) and of P, and of Q, K decayed for the scans."""
-    base, left = chunk_place(table, C)
-    head, block = tl.program_id(1), tl.program_id(2)
+    by_head, key, left = chunk_place(table, H, HV, C)
+    block = tl.program_id(2)
     start = block * R
     if start >= left:
         return
     i, c = tl.arange(0, R), tl.arange(0, C)
     row, live, near_c = start + i, start + i < left, (c < start) & (c < left)
-    by_head, key = base * HV + head, base * H + head // (HV // H)
     q, k, g = q + key * K, k + key * K, g + by_head * K
     nq, nk = row_factor(rq, key + row * H, live), row_factor(rk, key + row * H, live)
     nc = row_factor(rk, key + c * H, c < left)
@@ -76,8 +75,7 @@ def products(
         tl.store(kl + into, (xk * tl.exp2(rest + after[None, :])).to(kl.dtype.element_ty), mask=inside)
         if block == 0:
             total = tl.sum(gates(g, i, live, kk, HV, K), 0) + after
-            number = tl.cast(tl.program_id(0), tl.int64) * HV + head
-            tl.store(whole + number * K + kk, tl.exp2(total), mask=kk < K)
+            tl.store(whole + chunk_number(HV) * K + kk, tl.exp2(total), mask=kk < K)
         run = tl.zeros((R, TK), tl.float32)  # from after row j through row i
         for done in range(tl.minimum(R, left - start)):
             j = tl.minimum(R, left - start) - 1 - done
@@ -102,8 +100,7 @@ def solve(
     BK: tl.constexpr, BV: tl.constexpr, TK: tl.constexpr, TV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """T, W and U of one chunk and head."""
-    base, left = chunk_place(table, C)
-    row = base * HV + tl.program_id(1)
+    row, _, left = chunk_place(table, HV, HV, C)
     beta, v, ke, w, u, t = beta + row, v + row * V, ke + row * K, w + row * K, u + row * V, t + row * C
     store_inverse_of(t, a + row * C, beta, left, HV, C)
     bt, c = read_back(t, left, HV, C), tl.arange(0, C)
@@ -127,8 +124,8 @@ def square_gradients(
     HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dX, dV, E and F of one chunk and head, and the part <dX, V> of dbeta."""
-    base, left = chunk_place(table, C)
-    row, c = base * HV + tl.program_id(1), tl.arange(0, C)
+    row, _, left = chunk_place(table, HV, HV, C)
+    c = tl.arange(0, C)
     live = c < left
     b = row_factor(beta, row + c * HV, live)[:, None]
     square = row * C + c[:, None] * (HV * C) + c[None, :]
@@ -228,15 +225,13 @@ def chunk_backward(
     BV: tl.constexpr, TK: tl.constexpr, TV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ and dK (of the unit rows of one value head) and dg of TK channels of one chunk, and their part of dbeta."""
-    base, left = chunk_place(table, C)
-    head = tl.program_id(1)
-    by_head, key = base * HV + head, base * H + head // (HV // H)
+    by_head, key, left = chunk_place(table, H, HV, C)
     q, k = q + key * K, k + key * K
     if rq is not None:
         rq, rk = rq + key, rk + key
     g, beta, e, f = g + by_head * K, beta + by_head, e + by_head * C, f + by_head * C
     do, new, dx = do + by_head * V, new + by_head * V, dx + by_head * V
-    number = (tl.cast(tl.program_id(0), tl.int64) * HV + head) * K * V
+    number = chunk_number(HV) * K * V
     states, dstates = states + number, dstates + number
     dbetas += tl.cast(tl.program_id(2) + 1, tl.int64) * rows * HV + by_head
     i, c, kk = tl.arange(0, R), tl.arange(0, C), tl.program_id(2) * TK + tl.arange(0, TK)

@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from halftune_kernels.arguments import Segments
-from halftune_kernels.chunk_launch import BLOCK, CHUNK, ChunkLaunch, as_given, contiguous, of_output
+from halftune_kernels.chunk_launch import BLOCK, CHUNK, ChunkLaunch, as_given, contiguous, keep, of_output
 from halftune_kernels.delta_arguments import DeltaRule
 from halftune_kernels.launch import SCAN_FP32, Config, Rows, ceil_div
 from halftune_kernels.ops.kda import kernels
@@ -86,14 +86,13 @@ class _KimiDelta(torch.autograd.Function):
         ctx: Any, scale: float, segments: Segments, normalise: bool, want_final: bool, *inputs: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         q, k, v, g, beta, initial = contiguous(*inputs)
-        launch, keep = ChunkLaunch("kda", CONFIGS, q, v, segments), any(ctx.needs_input_grad)
+        launch, wanted = ChunkLaunch("kda", CONFIGS, q, v, segments), any(ctx.needs_input_grad)
         made = _prepare(launch, q, k, v, g, beta, scale, normalise)
         read = (made.q, made.p, made.w, made.u, made.k, made.whole, None, None, None)
-        o, final, new, states = launch.scan_channels(read, v, initial, keep, want_final)
-        if keep:
-            ctx.save_for_backward(q, k, v, g, beta, new, states, initial)
-            ctx.scale, ctx.segments, ctx.normalise = scale, segments, normalise
-            ctx.set_materialize_grads(False)
+        o, final, new, states = launch.scan_channels(read, v, initial, wanted, want_final)
+        if wanted:
+            keep(ctx, scale, segments, q, k, v, g, beta, new, states, initial)
+            ctx.normalise = normalise
         return o, final
 
     @staticmethod

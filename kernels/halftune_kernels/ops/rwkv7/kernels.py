@@ -30,7 +30,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halftune_kernels.chunk_kernels import LOG2E, chunk_place, load_rows, tile_at
+from halftune_kernels.chunk_kernels import LOG2E, chunk_number, chunk_place, load_rows, tile_at
 from halftune_kernels.delta_kernels import block_decays, gates, read_back, store_inverse_of, vector
 
 
@@ -48,9 +48,9 @@ def products(
     """One block of R rows of one chunk and head: rows of the four matrices, and r, a, k, b decayed for the scans.
 
     ``low`` gets -A'(a, b); rk and rb are scaled."""
-    base, left = chunk_place(table, C)
-    head, block = tl.program_id(1), tl.program_id(2)
-    start, by_head = block * R, base * H + head
+    by_head, _, left = chunk_place(table, H, H, C)
+    block = tl.program_id(2)
+    start = block * R
     if start >= left:
         return
     i, c = tl.arange(0, R), tl.arange(0, C)
@@ -81,7 +81,7 @@ def products(
         tl.store(bl + at, (_rows(b, row, live, kk, H, K) * fall).to(kind), mask=inside)
         if block == 0:
             total = tl.sum(gates(w, i, live, kk, H, K), 0) + after
-            tl.store(whole + (tl.cast(tl.program_id(0), tl.int64) * H + head) * K + kk, tl.exp2(total), mask=kk < K)
+            tl.store(whole + chunk_number(H) * K + kk, tl.exp2(total), mask=kk < K)
         run, run_a = (
             tl.zeros((R, TK), tl.float32),
             tl.zeros((R, TK), tl.float32),
@@ -118,8 +118,7 @@ def solve(
     BK: tl.constexpr, BV: tl.constexpr, TK: tl.constexpr, TV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """T, W and U of one chunk and head."""
-    base, left = chunk_place(table, C)
-    row = base * H + tl.program_id(1)
+    row, _, left = chunk_place(table, H, H, C)
     ak, v, ae, w, u, t = ak + row * C, v + row * V, ae + row * K, w + row * K, u + row * V, t + row * C
     store_inverse_of(t, low + row * C, None, left, H, C)
     bt, c = read_back(t, left, H, C), tl.arange(0, C)
@@ -144,9 +143,9 @@ def square_gradients(
     BK: tl.constexpr, BV: tl.constexpr, TK: tl.constexpr, TV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """X, dV and the gradients of the four matrices, of one chunk and head."""
-    base, left = chunk_place(table, C)
-    row, c = base * H + tl.program_id(1), tl.arange(0, C)
-    number, live = (tl.cast(tl.program_id(0), tl.int64) * H + tl.program_id(1)) * K * V, c < left
+    row, _, left = chunk_place(table, H, H, C)
+    number, c = chunk_number(H) * K * V, tl.arange(0, C)
+    live = c < left
     square = row * C + c[:, None] * (H * C) + c[None, :]
     brk, brb = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
     bak, bab = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
@@ -260,12 +259,11 @@ def chunk_backward(
     """dr, dw, dk, da and db of TK channels of one chunk and head.
 
     values is V once more: as a constant it would let the compiler unroll the loops, and spill."""
-    base, left = chunk_place(table, C)
-    by_head = base * H + tl.program_id(1)
+    by_head, _, left = chunk_place(table, H, H, C)
     r, w, k, a, b = r + by_head * K, w + by_head * K, k + by_head * K, a + by_head * K, b + by_head * K
     erk, erb, eak, eab = erk + by_head * C, erb + by_head * C, eak + by_head * C, eab + by_head * C
     v, do, new, dx = v + by_head * V, do + by_head * V, new + by_head * V, dx + by_head * V
-    number = (tl.cast(tl.program_id(0), tl.int64) * H + tl.program_id(1)) * K * V
+    number = chunk_number(H) * K * V
     states, dstates = states + number, dstates + number
     i, c, kk = tl.arange(0, R), tl.arange(0, C), tl.program_id(2) * TK + tl.arange(0, TK)
     live_c = c < left

@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from halftune_kernels.arguments import Segments
-from halftune_kernels.chunk_launch import BLOCK, CHUNK, ChunkLaunch, as_given, contiguous, of_output
+from halftune_kernels.chunk_launch import BLOCK, CHUNK, ChunkLaunch, as_given, contiguous, keep, of_output
 from halftune_kernels.launch import SCAN_FP32, Config, Rows, ceil_div
 from halftune_kernels.ops.rwkv7 import GeneralisedDelta, kernels
 
@@ -88,14 +88,12 @@ class _GeneralisedDelta(torch.autograd.Function):
         ctx: Any, scale: float, segments: Segments, want_final: bool, *inputs: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         r, w, k, v, a, b, initial = contiguous(*inputs)
-        launch, keep = ChunkLaunch("rwkv7", CONFIGS, r, v, segments), any(ctx.needs_input_grad)
+        launch, wanted = ChunkLaunch("rwkv7", CONFIGS, r, v, segments), any(ctx.needs_input_grad)
         made = _prepare(launch, r, w, k, v, a, b, scale)
         read = (made.r, made.rb, made.w, made.u, made.b, made.whole, v, made.rk, made.k)
-        o, final, new, states = launch.scan_channels(read, v, initial, keep, want_final)
-        if keep:
-            ctx.save_for_backward(r, w, k, v, a, b, new, states, initial)
-            ctx.scale, ctx.segments = scale, segments
-            ctx.set_materialize_grads(False)
+        o, final, new, states = launch.scan_channels(read, v, initial, wanted, want_final)
+        if wanted:
+            keep(ctx, scale, segments, r, w, k, v, a, b, new, states, initial)
         return o, final
 
     @staticmethod

@@ -15,19 +15,18 @@ import triton.language as tl
 
 from halftune_kernels.chunk_kernels import (
     at_hand,
+    begin_scan,
     between,
     chunk_decays,
+    chunk_number,
     chunk_place,
     decay_gradient,
     decay_sums,
     load_rows,
-    load_state,
     load_sums,
-    load_tile,
     pair_decays,
     row_factor,
     scan_chunk,
-    scan_place,
     state_decays,
     store_state,
     tile_at,
@@ -49,11 +48,9 @@ def prepare(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """b and P of one chunk and head."""
-    base, left = chunk_place(table, C)
-    head, c = tl.program_id(1), tl.arange(0, C)
+    row, key, left = chunk_place(table, H, HV, C)
+    met, c = tl.zeros((C, C), tl.float32), tl.arange(0, C)
     live = c < left
-    row, key = base * HV + head, base * H + head // (HV // H)
-    met = tl.zeros((C, C), tl.float32)
     for tile in range(0, BK, TK):
         kk = tile + tl.arange(0, TK)
         x, y = load_rows(k + key * K, c, live, kk, H, K), load_rows(q + key * K, c, live, kk, H, K)
@@ -72,20 +69,17 @@ def scan_forward(
     BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """All chunks of one segment and head, BV columns of the values; keeps the entering states if asked."""
-    here = scan_place(table, HV, V, BK, BV)
-    s, c = load_state(initial, here.segment, here, HV, K, V), tl.arange(0, C)
+    here, s = begin_scan(table, initial, HV, K, V, BK, BV)
     for place in range(tl.cdiv(here.length, C)):
-        now = scan_chunk(here, place, H, HV, K, V, C)
-        bk, bq = load_tile(k, now.at_k, now.in_k), load_tile(q, now.at_k, now.in_k)
-        bv = _weighted(tl.load(v + now.at_v, mask=now.in_v, other=0.0), w, now.row + c * HV, now.live)
-        bp = load_tile(p, now.at_c, now.in_c)
+        now = scan_chunk(here, place, q, k, p, H, HV, K, V, C)
+        bv = _weighted(tl.load(v + now.at_v, mask=now.in_v, other=0.0), w, now.by_row, now.live)
         e, left, whole = chunk_decays(b, f, now, HV, C)
         store_state(states, now.number, here, s, HV, K, V)
-        out = (e * scale)[:, None] * tl.dot(at_hand(bq, PRECISION), s.to(bv.dtype), input_precision=PRECISION)
-        out += tl.dot(at_hand(bp, PRECISION), bv, input_precision=PRECISION)
+        out = (e * scale)[:, None] * tl.dot(at_hand(now.q, PRECISION), s.to(bv.dtype), input_precision=PRECISION)
+        out += tl.dot(at_hand(now.p, PRECISION), bv, input_precision=PRECISION)
         tl.store(o + now.at_v, out.to(o.dtype.element_ty), mask=now.in_v)
         kept = (bv.to(tl.float32) * left[:, None]).to(bv.dtype)
-        s = s * whole + tl.dot(tl.trans(at_hand(bk, PRECISION)), kept, input_precision=PRECISION)
+        s = s * whole + tl.dot(tl.trans(at_hand(now.k, PRECISION)), kept, input_precision=PRECISION)
     store_state(final, here.segment, here, s, HV, K, V)
 
 
@@ -96,26 +90,22 @@ def scan_backward(
     BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dV and each chunk's leaving dS, last chunk first; dws [tiles, rows, HV] gets this tile's part of dw."""
-    here = scan_place(table, HV, V, BK, BV)
-    ds, c = load_state(dfinal, here.segment, here, HV, K, V), tl.arange(0, C)
+    here, ds = begin_scan(table, dfinal, HV, K, V, BK, BV)
     count = tl.cdiv(here.length, C)
     for done in range(count):
-        now = scan_chunk(here, count - 1 - done, H, HV, K, V, C)
-        bk, bq = load_tile(k, now.at_k, now.in_k), load_tile(q, now.at_k, now.in_k)
+        now = scan_chunk(here, count - 1 - done, q, k, p, H, HV, K, V, C)
         bo = tl.load(do + now.at_v, mask=now.in_v, other=0.0)
-        bp = load_tile(p, now.at_c, now.in_c)
         e, left, whole = chunk_decays(b, f, now, HV, C)
         store_state(dstates, now.number, here, ds, HV, K, V)
-        bx = left[:, None] * tl.dot(at_hand(bk, PRECISION), ds.to(bo.dtype), input_precision=PRECISION)
-        bx += tl.dot(tl.trans(at_hand(bp, PRECISION)), bo, input_precision=PRECISION)
+        bx = left[:, None] * tl.dot(at_hand(now.k, PRECISION), ds.to(bo.dtype), input_precision=PRECISION)
+        bx += tl.dot(tl.trans(at_hand(now.p, PRECISION)), bo, input_precision=PRECISION)
         if w is not None:
             bv = tl.load(v + now.at_v, mask=now.in_v, other=0.0).to(tl.float32)
-            by_row = now.row + c * HV
-            tl.store(dws + tl.cast(here.part, tl.int64) * rows * HV + by_row, tl.sum(bx * bv, 1), mask=now.live)
-            bx = bx * row_factor(w, by_row, now.live)[:, None]
+            tl.store(dws + tl.cast(here.part, tl.int64) * rows * HV + now.by_row, tl.sum(bx * bv, 1), mask=now.live)
+            bx = bx * row_factor(w, now.by_row, now.live)[:, None]
         tl.store(dv + now.at_v, bx.to(dv.dtype.element_ty), mask=now.in_v)
         kept = (bo.to(tl.float32) * (e * scale)[:, None]).to(bo.dtype)
-        ds = ds * whole + tl.dot(tl.trans(at_hand(bq, PRECISION)), kept, input_precision=PRECISION)
+        ds = ds * whole + tl.dot(tl.trans(at_hand(now.q, PRECISION)), kept, input_precision=PRECISION)
     store_state(dinitial, here.segment, here, ds, HV, K, V)
 
 
@@ -126,12 +116,11 @@ def chunk_backward(
     BK: tl.constexpr, BV: tl.constexpr, TK: tl.constexpr, TV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ, dK (of one value head) and dg of one chunk."""
-    base, left_rows = chunk_place(table, C)
-    head, c = tl.program_id(1), tl.arange(0, C)
+    row, key, left_rows = chunk_place(table, H, HV, C)
+    c = tl.arange(0, C)
     live = c < left_rows
-    row, key = base * HV + head, base * H + head // (HV // H)
     q, k, v, do, dq, dk = q + key * K, k + key * K, v + row * V, do + row * V, dq + row * K, dk + row * K
-    state = (tl.cast(tl.program_id(0), tl.int64) * HV + head) * K * V
+    state = chunk_number(HV) * K * V
     states, dstates, by_row = states + state, dstates + state, row + c * HV
 
     p, pt = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)

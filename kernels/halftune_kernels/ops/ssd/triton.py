@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from halftune_kernels.arguments import Segments
-from halftune_kernels.chunk_launch import CHUNK, ChunkLaunch, as_given, contiguous, gradient_of, of_output
+from halftune_kernels.chunk_launch import CHUNK, ChunkLaunch, as_given, contiguous, gradient_of, keep, of_output
 from halftune_kernels.launch import SCAN_FP32, Config, Rows, ceil_div
 from halftune_kernels.ops.ssd import kernels
 from halftune_kernels.ops.ssd.decay import SimpleDecay
@@ -44,14 +44,12 @@ class _SimpleDecay(torch.autograd.Function):
         b, f = (q.new_empty(v.shape[:3], dtype=torch.float32) for _ in range(2))
         launch.by_chunk(kernels.prepare, q, k, g, p, b, f, launch.chunks, scale)
 
-        keep = any(ctx.needs_input_grad)
-        states = launch.states_of_chunks() if keep else None
+        wanted = any(ctx.needs_input_grad)
+        states = launch.states_of_chunks() if wanted else None
         o, final = torch.empty_like(v, dtype=output_dtype), launch.states_of_samples()
         launch.scan(kernels.scan_forward, q, k, v, w, b, f, p, o, states, initial, final, launch.samples, scale)
-        if keep:
-            ctx.save_for_backward(q, k, v, g, w, b, f, p, states, initial)
-            ctx.scale, ctx.segments = scale, segments
-            ctx.set_materialize_grads(False)
+        if wanted:
+            keep(ctx, scale, segments, q, k, v, g, w, b, f, p, states, initial)
         return o, final
 
     @staticmethod
