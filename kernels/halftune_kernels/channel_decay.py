@@ -54,9 +54,14 @@ class ChannelDecay:
             total, half = pairs.sum(2), 2 * half
         self.rising, self.falling, self.whole = sums.exp_(), after.exp_(), total.view(units, channels, 1).exp()
 
-    def following(self, written: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
-        """The states [U, K, V] after the chunk, of its first ``len(written)`` units."""
-        return written if state is None else written.addcmul_(state[: len(written)], self.whole[: len(written)])
+    def following(
+        self, writing: torch.Tensor, values: torch.Tensor, state: torch.Tensor | None, going: int
+    ) -> torch.Tensor | None:
+        """The states [going, K, V] after the chunk of the first units, ``writingᵀ values`` added up; None of none."""
+        if not going:
+            return None
+        written = torch.bmm(writing[:going].transpose(1, 2), values[:going])
+        return written if state is None else written.addcmul_(state[:going], self.whole[:going])
 
     def following_backward(
         self,

@@ -109,19 +109,36 @@ class Block:
     chunks: tuple[Chunk, ...]
 
 
-@constant(64)
-def plan_blocks(
-    segments: Segments, heads: int, cut: tuple[int, int, int, bool], device: torch.device
-) -> tuple[Block, ...]:
-    """Cuts the work of an operator into blocks of about ``units`` samples × heads; zero-length samples are in none.
+class Plan(NamedTuple):
+    """What `chunk_scan` makes, and in which pieces.
 
-    Args:
-        segments: samples of the row.
-        heads: of the operator.
-        cut: rows of a chunk, units, chunks together, whether a chunk's rows are a power of two.
-        device: of the blocks' numbers.
+    Attributes:
+        segments: the samples.
+        shape: of the output after [R, H].
+        dtype: of the output.
+        state: K, W.
+        want_final: whether the final state is returned.
+        chunk: C.
+        units: samples × heads that are computed together, about.
+        together: most chunks that follow each other and are handed to the operator at once.
+        power_of_two: fill every chunk up to a power of two (``chunk`` is one).
     """
-    chunk, units, together, power_of_two = cut
+
+    segments: Segments
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    state: tuple[int, int]
+    want_final: bool
+    chunk: int
+    units: int
+    together: int = 1
+    power_of_two: bool = False
+
+
+@constant(64)
+def plan_blocks(plan: Plan, heads: int, device: torch.device) -> tuple[Block, ...]:
+    """Cuts the work of an operator of ``heads`` heads into blocks; zero-length samples are in none."""
+    segments, units = plan.segments, plan.units
     wide = min(heads, units)
     longest_first = sorted(
         (n for n, length in enumerate(segments.lengths) if length), key=lambda n: -segments.lengths[n]
@@ -130,25 +147,24 @@ def plan_blocks(
     groups = [longest_first[first : first + beside] for first in range(0, len(longest_first), beside)]
     blocks = []
     for group in groups:
-        chunks = tuple(_chunks(segments, group, chunk, together, power_of_two, device))
+        chunks = tuple(_chunks(plan, group, device))
         numbers = torch.tensor(group, device=device)
         blocks += [Block(numbers, slice(h, min(h + wide, heads)), chunks) for h in range(0, heads, wide)]
     return tuple(blocks)
 
 
-def _chunks(
-    segments: Segments, group: list[int], chunk: int, together: int, power_of_two: bool, device: torch.device
-) -> list[Chunk]:
+def _chunks(plan: Plan, group: list[int], device: torch.device) -> list[Chunk]:
+    segments, chunk = plan.segments, plan.chunk
     lengths = torch.tensor([segments.lengths[n] for n in group])
     starts = torch.tensor([segments.bounds[n] for n in group])
     place, chunks = 0, []
     while place < int(lengths[0]):
         here = int((lengths > place).sum())
         left = lengths[:here] - place
-        count = max(1, min(int(left[-1]) // chunk, together))
+        count = max(1, min(int(left[-1]) // chunk, plan.together))
         going = int((lengths > place + count * chunk).sum())
         size = min(chunk, int(left[0]))
-        if power_of_two:
+        if plan.power_of_two:
             size = 1 << (size - 1).bit_length()
         if here == 1 and size <= int(left[0]):
             first = int(starts[0]) + place
@@ -165,18 +181,7 @@ def _chunks(
 
 
 def chunk_scan(
-    operator: ChunkOperator,
-    inputs: Tensors,
-    initial_state: torch.Tensor | None,
-    output: tuple[tuple[int, ...], torch.dtype],
-    state_shape: tuple[int, int],
-    segments: Segments,
-    *,
-    chunk: int,
-    units: int,
-    want_final: bool,
-    together: int = 1,
-    power_of_two: bool = False,
+    operator: ChunkOperator, inputs: Tensors, initial_state: torch.Tensor | None, plan: Plan
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Runs ``operator`` over all samples and heads; differentiable in ``inputs`` and ``initial_state``.
 
@@ -184,34 +189,25 @@ def chunk_scan(
         operator: the recurrence.
         inputs: [R, H, ...] each, any floating dtype.
         initial_state: [N, H, K, W], or None for zeros.
-        output: shape after [R, H], and dtype of the output.
-        state_shape: K, W.
-        segments: the samples.
-        chunk: C.
-        units: samples × heads that are computed together.
-        want_final: whether the final state is returned.
-        together: most chunks that follow each other and are handed to ``operator`` at once.
-        power_of_two: fill every chunk up to a power of two (``chunk`` is one).
+        plan: what is made.
 
     Returns:
         [R, H, ...] and the final state [N, H, K, W] in the dtype of the computation, None if not wanted.
     """
-    how = (output, state_shape, segments, (chunk, units, together, power_of_two), want_final)
-    return _Scan.apply(operator, how, initial_state, *inputs)
+    return _Scan.apply(operator, plan, initial_state, *inputs)
 
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, operator: ChunkOperator, how: tuple[Any, ...], initial: Any, *inputs: torch.Tensor) -> Any:
-        (shape, out_dtype), state_shape, segments, cut, want_final = how
+    def forward(ctx: Any, operator: ChunkOperator, plan: Plan, initial: Any, *inputs: torch.Tensor) -> Any:
         rows, heads = inputs[0].shape[:2]
         dtype = compute_dtype(inputs[0])
-        out = torch.empty(rows, heads, *shape, dtype=out_dtype, device=inputs[0].device)
+        out = torch.empty(rows, heads, *plan.shape, dtype=plan.dtype, device=inputs[0].device)
         final: torch.Tensor | None = None
-        blocks = plan_blocks(segments, heads, cut, inputs[0].device)
+        blocks = plan_blocks(plan, heads, inputs[0].device)
         room = KEPT_BYTES // max(1, len(blocks)) if any(ctx.needs_input_grad) else None
-        if want_final:  # a sample without rows ends as it began
-            final = out.new_zeros(segments.count, heads, *state_shape, dtype=dtype)
+        if plan.want_final:  # a sample without rows ends as it began
+            final = out.new_zeros(plan.segments.count, heads, *plan.state, dtype=dtype)
             if initial is not None:
                 final.copy_(initial)
         kept = []
@@ -219,7 +215,7 @@ class _Scan(torch.autograd.Function):
             kept += _block_forward(operator, block, inputs, initial, dtype, out, final, room)
         saved = [tensor for entering, tensors in kept for tensor in (*entering, *tensors)]
         ctx.counts = [(len(entering), len(tensors)) for entering, tensors in kept]
-        ctx.operator, ctx.how, ctx.dtype, ctx.has_initial = operator, how, dtype, initial is not None
+        ctx.operator, ctx.plan, ctx.dtype, ctx.has_initial = operator, plan, dtype, initial is not None
         ctx.initial_shape, ctx.initial_dtype = (None, None) if initial is None else (initial.shape, initial.dtype)
         ctx.save_for_backward(*inputs, *saved)
         return out, final
@@ -228,10 +224,8 @@ class _Scan(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     @without_autocast
     def backward(ctx: Any, d_out: torch.Tensor, d_final: torch.Tensor | None) -> Any:
-        _, _, segments, cut, _ = ctx.how
-        tensors = (
-            ctx.saved_tensors
-        )  # once: gradient checkpointing recomputes what is asked for, and refuses to do so twice
+        # once: gradient checkpointing recomputes what is asked for, and refuses to do so twice
+        tensors = ctx.saved_tensors
         count = len(tensors) - sum(map(sum, ctx.counts))
         inputs, saved = tensors[:count], iter(tensors[count:])
         entered = [(next(saved) if known else None, list(islice(saved, kept))) for known, kept in ctx.counts]
@@ -241,7 +235,7 @@ class _Scan(torch.autograd.Function):
         if ctx.has_initial:  # a sample without rows hands its final state's gradient on
             d_initial = d_final.clone() if d_final is not None else d_out.new_zeros(ctx.initial_shape, dtype=dtype)
         first = 0
-        for block in plan_blocks(segments, heads, cut, inputs[0].device):
+        for block in plan_blocks(ctx.plan, heads, inputs[0].device):
             mine = entered[first : first + len(block.chunks)]
             first += len(block.chunks)
             _block_backward(ctx.operator, block, inputs, mine, dtype, d_out, d_final, grads, d_initial)

@@ -11,80 +11,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LEAST = tl.constexpr(-160.0)  # of a step's log2 decay: exp2 of it is 0 in fp32
-
-
-@triton.jit
-def decay_sums(g, live):
-    """Inclusive sums of the log2 decays of a chunk's rows, each as an fp32 number and what its rounding left.
-
-    Without the second a fast decay would cost the digits of every slower decay after it. Whole numbers are summed by
-    themselves, which is exact. A step counts down to `LEAST` only, minus infinity too: exp2 of less is 0 anyway."""
-    decay = tl.load(g, mask=live, other=0.0).to(tl.float32) * LOG2E
-    decay = tl.where(decay < LEAST, LEAST, decay)
-    whole = tl.floor(decay + 0.5)
-    part, whole = tl.cumsum(decay - whole, 0), tl.cumsum(whole, 0)
-    total = whole + part
-    added = total - whole
-    return total, (whole - (total - added)) + (part - added)
-
-
-@triton.jit
-def load_sums(b, f, at, live):
-    """The two parts of `decay_sums`; 0 where not ``live``."""
-    return tl.load(b + at, mask=live, other=0.0), tl.load(f + at, mask=live, other=0.0)
-
-
-@triton.jit
-def load_sums_for(b, f, at, live, PRECISION: tl.constexpr):
-    """`load_sums`, in half without the second part: its products round more, and the registers are short."""
-    sums, parts = tl.load(b + at, mask=live, other=0.0), tl.zeros(live.shape, tl.float32)
-    if PRECISION == "tf32x3":
-        parts = tl.load(f + at, mask=live, other=0.0)
-    return sums, parts
-
-
-@triton.jit
-def pair_decays(b, f, keep):
-    """exp2 of the decay from column j through row i [C, C] by the two parts of `decay_sums`; 0 where not ``keep``."""
-    apart = (b[:, None] - b[None, :]) + (f[:, None] - f[None, :])
-    return tl.exp2(tl.where(keep, apart, float("-inf")))
-
-
-@triton.jit
-def remaining_decay(b, f, last_b, last_f, live):
-    """exp2 of the decay after each row to the chunk's end; 0 where not ``live``."""
-    return tl.where(live, tl.exp2((last_b - b) + (last_f - f)), 0.0)
-
-
-@triton.jit
-def between(pairs, C: tl.constexpr):
-    """What the decay of each row t has of pairs [C, C] of rows: those with i >= t > j, which it stands between.
-
-    Summed over these alone: all rows' sums less all columns' would be the same number only up to the rounding of what
-    cancels, and that is large beside a small gradient."""
-    c = tl.arange(0, C)
-    apart = tl.where(c[:, None] > c[None, :], pairs, 0.0)
-    return tl.sum(tl.where(c[:, None] > c[None, :], tl.cumsum(apart, 0, reverse=True), 0.0), 1)
-
-
-@triton.jit
-def scan_place(HV: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
-    """Tile of values, head and segment of a scan's program: all on the first axis of the grid, for the others end at
-    65,535, and a batch or a packed row may hold more samples."""
-    tiles: tl.constexpr = (V + BV - 1) // BV
-    number = tl.program_id(0)
-    return number % tiles, number // tiles % HV, number // (tiles * HV)
-
-
-@triton.jit
-def row_factor(x, at, live):
-    """One number per row of a chunk, fp32; 1 where there are none."""
-    value = tl.full(live.shape, 1.0, tl.float32)
-    if x is not None:
-        value = tl.load(x + at, mask=live, other=0.0).to(tl.float32)
-    return value
+from halftune_kernels.chunk_kernels import (
+    LOG2E,
+    at_hand,
+    begin_scan,
+    load_rows,
+    load_sums,
+    load_tile,
+    row_factor,
+    scan_chunk,
+    store_state,
+)
 
 
 @triton.jit
@@ -168,8 +105,8 @@ def store_inverse(
 def _store(t, b, f, x, row: tl.constexpr, column: tl.constexpr, left, HV: tl.constexpr, C: tl.constexpr):
     i, j = row * 16 + tl.arange(0, 16), column * 16 + tl.arange(0, 16)
     if b is not None:
-        rise, rise_f = load_sums(b, f, i * HV, i < left)
-        fall, fall_f = load_sums(b, f, j * HV, j < left)
+        rise, rise_f = load_sums(b, f, i * HV, i < left, True)
+        fall, fall_f = load_sums(b, f, j * HV, j < left, True)
         apart = (rise[:, None] - fall[None, :]) + (rise_f[:, None] - fall_f[None, :])
         x = x * tl.exp2(tl.where((i[:, None] >= j[None, :]) & (i < left)[:, None], apart, float("-inf")))
     tl.store(t + i[:, None] * (HV * C) + j[None, :], x.to(t.dtype.element_ty), mask=(i < left)[:, None])
@@ -212,8 +149,7 @@ def norms(q, k, rq, rk, rows, K: tl.constexpr, BK: tl.constexpr, M: tl.constexpr
 @triton.jit
 def gates(g, row, keep, kk, HV: tl.constexpr, K: tl.constexpr):
     """[rows, channels] log2 decays of rows of a chunk and head that ``g`` points to; 0 where not ``keep``."""
-    at = row[:, None] * (HV * K) + kk[None, :]
-    return tl.load(g + at, mask=keep[:, None] & (kk < K)[None, :], other=0.0).to(tl.float32) * LOG2E
+    return load_rows(g, row, keep, kk, HV, K).to(tl.float32) * LOG2E
 
 
 @triton.jit
@@ -242,70 +178,35 @@ def block_decays(
 
 
 @triton.jit
-def load_tile(x, at, keep):
-    """A tile of a chunk; 0 where not ``keep``."""
-    return tl.load(x + at, mask=keep, other=0.0)
-
-
-@triton.jit
-def at_hand(tile, x, at, keep, PRECISION: tl.constexpr):
-    """``tile`` of a scan, for a product now.
-
-    In half all tiles of a chunk are read at the top of the loop, which waits for them once. In fp32 they would be more
-    than the registers hold, each split in two for tf32x3: there each is read here, and the compiler drops the read
-    above."""
-    if PRECISION == "tf32x3":
-        tile = tl.load(x + at, mask=keep, other=0.0)
-    return tile
-
-
-@triton.jit
 def scan_forward(
     q, p, w, u, k, whole, v, p2, k2, o, new, states, initial, final, table,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """All chunks of one segment and head, BV columns of the values; keeps N and the entering states if asked."""
-    part, head, segment = scan_place(HV, V, BV)
-    entry = table + segment * 4
-    n, chunk, first, length = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    c, kk, vv = tl.arange(0, C), tl.arange(0, BK), part * BV + tl.arange(0, BV)
-    at_state = kk[:, None] * V + vv[None, :]
-    in_state = (kk < K)[:, None] & (vv < V)[None, :]
-    s = tl.zeros((BK, BV), tl.float32)
-    if initial is not None:
-        s += tl.load(initial + (tl.cast(n, tl.int64) * HV + head) * K * V + at_state, mask=in_state, other=0.0)
-    for place in range(tl.cdiv(length, C)):
-        row = tl.cast(first + place * C, tl.int64) * HV + head
-        live = place * C + c < length
-        at_k, in_k = row * K + c[:, None] * (HV * K) + kk[None, :], live[:, None] & (kk < K)[None, :]
-        at_v, in_v = row * V + c[:, None] * (HV * V) + vv[None, :], live[:, None] & (vv < V)[None, :]
-        square, number = row * C + c[:, None] * (HV * C) + c[None, :], tl.cast(chunk + place, tl.int64) * HV + head
-        bq, bw, bk = load_tile(q, at_k, in_k), load_tile(w, at_k, in_k), load_tile(k, at_k, in_k)
-        bp = load_tile(p, square, live[:, None])
-        if states is not None:
-            tl.store(states + number * K * V + at_state, s.to(states.dtype.element_ty), mask=in_state)
+    here, s = begin_scan(table, initial, HV, K, V, BK, BV)
+    for place in range(tl.cdiv(here.length, C)):
+        now = scan_chunk(here, place, q, k, p, HV, HV, K, V, C)
+        bw = load_tile(w, now.at_k, now.in_k)
+        store_state(states, now.number, here, s, HV, K, V)
         half = s.to(q.dtype.element_ty)
-        fresh = load_tile(u, at_v, in_v).to(tl.float32)
-        bw = at_hand(bw, w, at_k, in_k, PRECISION)
-        fresh = tl.dot(bw, half, fresh, input_precision=PRECISION)
-        bq = at_hand(bq, q, at_k, in_k, PRECISION)
-        out = tl.dot(bq, half, input_precision=PRECISION)
-        s = s * tl.load(whole + number * K + kk, mask=kk < K, other=0.0)[:, None]
+        fresh = tl.load(u + now.at_v, mask=now.in_v, other=0.0).to(tl.float32)
+        fresh = tl.dot(at_hand(bw, PRECISION), half, fresh, input_precision=PRECISION)
+        out = tl.dot(at_hand(now.q, PRECISION), half, input_precision=PRECISION)
+        s = s * _whole(whole, now.number, here, HV, K)
         if v is not None:
-            bv = load_tile(v, at_v, in_v)
-            out = tl.dot(load_tile(p2, square, live[:, None]), bv, out, input_precision=PRECISION)
-            s = tl.dot(tl.trans(load_tile(k2, at_k, in_k)), bv, s, input_precision=PRECISION)
+            bv = tl.load(v + now.at_v, mask=now.in_v, other=0.0)
+            bp2 = tl.load(p2 + now.at_c, mask=now.in_c, other=0.0)
+            out = tl.dot(bp2, bv, out, input_precision=PRECISION)
+            bk2 = tl.load(k2 + now.at_k, mask=now.in_k, other=0.0)
+            s = tl.dot(tl.trans(bk2), bv, s, input_precision=PRECISION)
         bn = fresh.to(half.dtype)
-        bp = at_hand(bp, p, square, live[:, None], PRECISION)
-        out = tl.dot(bp, bn, out, input_precision=PRECISION)
-        tl.store(o + at_v, out.to(o.dtype.element_ty), mask=in_v)
+        out = tl.dot(at_hand(now.p, PRECISION), bn, out, input_precision=PRECISION)
+        tl.store(o + now.at_v, out.to(o.dtype.element_ty), mask=now.in_v)
         if states is not None:
-            tl.store(new + at_v, bn, mask=in_v)
-        bk = at_hand(bk, k, at_k, in_k, PRECISION)
-        s = tl.dot(tl.trans(bk), bn, s, input_precision=PRECISION)
-    if final is not None:
-        tl.store(final + (tl.cast(n, tl.int64) * HV + head) * K * V + at_state, s, mask=in_state)
+            tl.store(new + now.at_v, bn, mask=now.in_v)
+        s = tl.dot(tl.trans(at_hand(now.k, PRECISION)), bn, s, input_precision=PRECISION)
+    store_state(final, here.segment, here, s, HV, K, V)
 
 
 @triton.jit
@@ -315,39 +216,27 @@ def scan_backward(
     BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dN = Pᵀ dO + K dS and each chunk's leaving dS, from the last chunk to the first."""
-    part, head, segment = scan_place(HV, V, BV)
-    entry = table + segment * 4
-    n, chunk, first, length = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    c, kk, vv = tl.arange(0, C), tl.arange(0, BK), part * BV + tl.arange(0, BV)
-    at_state = kk[:, None] * V + vv[None, :]
-    in_state = (kk < K)[:, None] & (vv < V)[None, :]
-    ds = tl.zeros((BK, BV), tl.float32)
-    if dfinal is not None:
-        ds += tl.load(dfinal + (tl.cast(n, tl.int64) * HV + head) * K * V + at_state, mask=in_state, other=0.0)
-    count = tl.cdiv(length, C)
+    here, ds = begin_scan(table, dfinal, HV, K, V, BK, BV)
+    count = tl.cdiv(here.length, C)
     for done in range(count):
-        place = count - 1 - done
-        row = tl.cast(first + place * C, tl.int64) * HV + head
-        live = place * C + c < length
-        at_k, in_k = row * K + c[:, None] * (HV * K) + kk[None, :], live[:, None] & (kk < K)[None, :]
-        at_v, in_v = row * V + c[:, None] * (HV * V) + vv[None, :], live[:, None] & (vv < V)[None, :]
-        square, number = row * C + c[:, None] * (HV * C) + c[None, :], tl.cast(chunk + place, tl.int64) * HV + head
-        bq, bw, bk = load_tile(q, at_k, in_k), load_tile(w, at_k, in_k), load_tile(k, at_k, in_k)
-        bp = load_tile(p, square, live[:, None])
-        bo = load_tile(do, at_v, in_v)
-        tl.store(dstates + number * K * V + at_state, ds.to(dstates.dtype.element_ty), mask=in_state)
-        bp = at_hand(bp, p, square, live[:, None], PRECISION)
-        bn = tl.dot(tl.trans(bp), bo, input_precision=PRECISION)
-        bk = at_hand(bk, k, at_k, in_k, PRECISION)
-        bn = tl.dot(bk, ds.to(bk.dtype), bn, input_precision=PRECISION).to(bk.dtype)
-        tl.store(dn + at_v, bn, mask=in_v)
-        ds = ds * tl.load(whole + number * K + kk, mask=kk < K, other=0.0)[:, None]
-        bq = at_hand(bq, q, at_k, in_k, PRECISION)
-        ds = tl.dot(tl.trans(bq), bo, ds, input_precision=PRECISION)
-        bw = at_hand(bw, w, at_k, in_k, PRECISION)
-        ds = tl.dot(tl.trans(bw), bn, ds, input_precision=PRECISION)
-    if dinitial is not None:
-        tl.store(dinitial + (tl.cast(n, tl.int64) * HV + head) * K * V + at_state, ds, mask=in_state)
+        now = scan_chunk(here, count - 1 - done, q, k, p, HV, HV, K, V, C)
+        bw = load_tile(w, now.at_k, now.in_k)
+        bo = tl.load(do + now.at_v, mask=now.in_v, other=0.0)
+        store_state(dstates, now.number, here, ds, HV, K, V)
+        bn = tl.dot(tl.trans(at_hand(now.p, PRECISION)), bo, input_precision=PRECISION)
+        bn = tl.dot(at_hand(now.k, PRECISION), ds.to(bo.dtype), bn, input_precision=PRECISION).to(bo.dtype)
+        tl.store(dn + now.at_v, bn, mask=now.in_v)
+        ds = ds * _whole(whole, now.number, here, HV, K)
+        ds = tl.dot(tl.trans(at_hand(now.q, PRECISION)), bo, ds, input_precision=PRECISION)
+        ds = tl.dot(tl.trans(at_hand(bw, PRECISION)), bn, ds, input_precision=PRECISION)
+    store_state(dinitial, here.segment, here, ds, HV, K, V)
+
+
+@triton.jit
+def _whole(whole, number, here, HV: tl.constexpr, K: tl.constexpr):
+    """Decay of a chunk, one column."""
+    row = tl.cast(number, tl.int64) * HV + here.head
+    return tl.load(whole + row * K + here.kk, mask=here.kk < K, other=0.0)[:, None]
 
 
 @triton.jit

@@ -25,7 +25,8 @@ _COMPARISONS = {np.less, np.less_equal, np.greater, np.greater_equal, np.equal, 
 _mended = False
 
 
-_KERNEL_FILES = ("triton", "kernels", "delta_kernels")  # modules of ours that define kernels or parts of them
+# modules of ours that define kernels or parts of them, or know them
+_KERNEL_FILES = ("triton", "kernels", "delta_kernels", "chunk_kernels", "chunk_launch")
 
 
 @contextlib.contextmanager

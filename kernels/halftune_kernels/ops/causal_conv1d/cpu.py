@@ -7,8 +7,10 @@ initial state.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from halftune_kernels.arguments import Segments
 from halftune_kernels.constants import constant
@@ -19,8 +21,7 @@ _BLOCK = 1 << 16  # elements that one pass of shifts works on: they stay in the 
 
 def causal_conv1d(call: Convolution) -> torch.Tensor:
     """See `halftune_kernels.ops.causal_conv1d.causal_conv1d_fn`; x is [B, T, D] here."""
-    x, weight, bias, silu, initial_states, segments = call
-    return _CausalConv.apply(x, weight, bias, initial_states, silu, segments)  # type: ignore[return-value]
+    return _CausalConv.apply(*call)  # type: ignore[return-value]
 
 
 @constant(32)
@@ -66,7 +67,8 @@ def _window(laid: torch.Tensor, taps: list[torch.Tensor], bias: torch.Tensor | N
 
 class _CausalConv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x, weight, bias, initial_states, silu, segments):
+    def forward(ctx: Any, *call: Any) -> torch.Tensor:
+        x, weight, bias, silu, initial_states, segments = Convolution(*call)
         width = weight.shape[1]
         laid = _layout(x, initial_states, width, segments)
         taps, wide_bias = _taps(weight, bias, laid.dtype)
@@ -78,15 +80,15 @@ class _CausalConv(torch.autograd.Function):
                 at = place - (width - 1)
                 out = _window(laid, taps, wide_bias, at + start, at + end)
                 flat[first + start : first + end] = torch.nn.functional.silu(out, inplace=True) if silu else out
-        ctx.save_for_backward(x, weight, bias, initial_states)  # type: ignore[attr-defined]
-        ctx.silu, ctx.segments = silu, segments  # type: ignore[attr-defined]
+        ctx.save_for_backward(x, weight, bias, initial_states)
+        ctx.silu, ctx.segments = silu, segments
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, dy):
-        x, weight, bias, initial_states = ctx.saved_tensors  # type: ignore[attr-defined]
-        segments, silu, width = ctx.segments, ctx.silu, weight.shape[1]  # type: ignore[attr-defined]
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, bias, initial_states = ctx.saved_tensors
+        segments, silu, width = ctx.segments, ctx.silu, weight.shape[1]
         laid = _layout(x, initial_states, width, segments)
         taps, wide_bias = _taps(weight, bias, laid.dtype)
         dlaid = torch.zeros_like(laid)
@@ -112,7 +114,7 @@ class _CausalConv(torch.autograd.Function):
             dinitial = dlaid[front].transpose(1, 2).to(initial_states.dtype)
         dx = dlaid[rows].view(x.shape).to(x.dtype)
         dweight = torch.stack(dtaps, 1).to(weight.dtype)
-        return dx, dweight, None if bias is None else dbias.to(bias.dtype), dinitial, None, None
+        return dx, dweight, None if bias is None else dbias.to(bias.dtype), None, dinitial, None
 
 
 def _taps(weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype):

@@ -25,8 +25,7 @@ def _config(x: torch.Tensor) -> Config:
 
 def causal_conv1d(call: Convolution) -> torch.Tensor:
     """See `halftune_kernels.ops.causal_conv1d.causal_conv1d_fn`; x is [B, T, D] here."""
-    x, weight, bias, silu, initial_states, segments = call
-    return _CausalConv.apply(x, weight, bias, initial_states, silu, segments)
+    return _CausalConv.apply(*call)
 
 
 @triton.jit
@@ -136,7 +135,8 @@ def conv_backward_input(
 
 class _CausalConv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x, weight, bias, initial_states, silu, segments):
+    def forward(ctx: Any, *call: Any) -> torch.Tensor:
+        x, weight, bias, silu, initial_states, segments = Convolution(*call)
         x, weight = x.contiguous(), weight.contiguous()
         bias = None if bias is None else bias.contiguous()
         states = None if initial_states is None else initial_states.contiguous()
@@ -154,7 +154,7 @@ class _CausalConv(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy):
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, bias, states = ctx.saved_tensors
         table, how, width = chunk_table(ctx.segments, ROWS * TILES, x.device), ctx.how, weight.shape[1]
         config = _config(x)
@@ -167,7 +167,7 @@ class _CausalConv(torch.autograd.Function):
         sums = partial.sum(0)
         dbias = None if bias is None else sums[width].to(bias.dtype)
         dstates = None if states is None else _initial_gradient(dz, weight, states, ctx.segments)
-        return dx, sums[:width].T.to(weight.dtype), dbias, dstates, None, None
+        return dx, sums[:width].T.to(weight.dtype), dbias, None, dstates, None
 
 
 def _initial_gradient(dz: torch.Tensor, weight: torch.Tensor, states: torch.Tensor, segments: Segments) -> torch.Tensor:

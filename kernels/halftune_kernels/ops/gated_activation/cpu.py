@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from halftune_kernels.ops.gated_activation.reference import act
+from halftune_kernels.ops.gated_activation.reference import Into, act
 
 _aten = torch.ops.aten
 
@@ -15,13 +15,7 @@ def forward(gate: torch.Tensor, up: torch.Tensor, activation: str, out: torch.Te
     out.copy_(act(gate.to(wide), activation).mul_(up))
 
 
-def backward(
-    grad: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    activation: str,
-    into: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-) -> None:
+def backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str, into: Into) -> None:
     """Writes the gradients of gate and up, and ``act(gate) · up`` unless None; outputs may be the inputs."""
     wide = torch.promote_types(gate.dtype, torch.float32)
     z, u, g = gate.to(wide), up.to(wide), grad.to(wide)

@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional as F
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+Into = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # for gradients of gate and up, and ``act(gate) · up``
 
 
 def act(gate: torch.Tensor, activation: str) -> torch.Tensor:

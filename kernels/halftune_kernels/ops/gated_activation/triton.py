@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from halftune_kernels.launch import Config, ceil_div, power_of_two, start
+from halftune_kernels.ops.gated_activation.reference import Into
 
 KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 _TILE = 1024  # columns of a program
@@ -76,13 +77,7 @@ def forward(gate: torch.Tensor, up: torch.Tensor, activation: str, out: torch.Te
     start(act_forward, grid, config, gate, up, out, gate.stride(0), up.stride(0), **how)
 
 
-def backward(
-    grad: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    activation: str,
-    into: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-) -> None:
+def backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str, into: Into) -> None:
     """Writes the gradients of gate and up, and ``act(gate) · up`` over its gradient unless None."""
     if into[2] is None:
         grad, gate, up = _rows(grad), _rows(gate), _rows(up)

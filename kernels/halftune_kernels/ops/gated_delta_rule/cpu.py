@@ -17,12 +17,19 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from halftune_kernels.chunk_scan import LEAST_DECAY, Chunks, Tensors, chunk_scan
+from halftune_kernels.chunk_scan import Chunks, Tensors
 from halftune_kernels.constants import constant
 from halftune_kernels.delta_arguments import EPSILON, DeltaRule
 from halftune_kernels.memory import CUTS
 from halftune_kernels.triangular import unit_lower_inverse
-from halftune_kernels.value_heads import by_row, by_value_head
+from halftune_kernels.value_heads import (
+    by_row,
+    by_value_head,
+    decayed,
+    head_decay,
+    leaving_decay_backward,
+    scan_by_key_head,
+)
 
 CUT = CUTS["gated_delta_rule"]
 
@@ -30,29 +37,8 @@ CUT = CUTS["gated_delta_rule"]
 def gated_delta_rule(call: DeltaRule) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `halftune_kernels.ops.gated_delta_rule.gated_delta_rule`; computes in fp32, or fp64 where ``q`` is."""
     q, k, v, g, beta, scale, initial_state, segments, normalise, want_final = call
-    (batch, length, heads, width), groups = v.shape, q.shape[2]
-    each = heads // groups
-    by_group = [x.flatten(0, 1).unflatten(1, (groups, each)) for x in (v, g, beta)]
-    inputs = (q.flatten(0, 1), k.flatten(0, 1), *by_group)
-    state = None
-    if initial_state is not None:  # [N, HV, K, V] -> [N, H, K, G * V]
-        state = initial_state.unflatten(1, (groups, each)).transpose(2, 3).flatten(3)
-    units, together = CUT.of_groups(each)
-    o, final = chunk_scan(
-        _GatedDeltaRule(scale, normalise),
-        inputs,
-        state,
-        ((each, width), v.dtype),
-        (q.shape[3], each * width),
-        segments,
-        chunk=CUT.chunk,
-        units=units,
-        want_final=want_final,
-        together=together,
-    )
-    if final is not None:
-        final = final.unflatten(3, (each, width)).transpose(2, 3).flatten(1, 2)
-    return o.view(batch, length, heads, width), final
+    scan, inputs = _GatedDeltaRule(scale, normalise), (q, k, v, g, beta)
+    return scan_by_key_head(scan, inputs, initial_state, segments, CUT, v.dtype, want_final)
 
 
 @dataclass(frozen=True)
@@ -63,7 +49,7 @@ class _Prepared:
         qk: [U, 2C, K] normalised q, scaled, over normalised k.
         factors: [U or 1, 2C, 1] by which q and k were multiplied.
         products: [U, 1, 2C, C] of q and k with k.
-        decay: [U, G, C, C] Γ.
+        between: [U, G, C, C] Γ.
         rising, falling: [U, G, C, 1] exp(b) and exp(b_C - b).
         whole: [U, 1, G, 1] exp(b_C).
         weights: [U * G, C, C] Q Kᵀ ∘ Γ.
@@ -74,7 +60,7 @@ class _Prepared:
     qk: torch.Tensor
     factors: torch.Tensor
     products: torch.Tensor
-    decay: torch.Tensor
+    between: torch.Tensor
     rising: torch.Tensor
     falling: torch.Tensor
     whole: torch.Tensor
@@ -197,7 +183,7 @@ class _GatedDeltaRule:
             falling = by_row(values.view_as(written)[onward], made.falling[onward])
             chunk_keys = made.qk[onward, size:].transpose(1, 2)
             if start >= first:
-                _decayed(states[start - first :][: len(room)], made.whole[onward], room)
+                decayed(states[start - first :][: len(room)], made.whole[onward], room)
                 room.baddbmm_(chunk_keys, falling)
             else:
                 torch.bmm(chunk_keys, falling, out=room)
@@ -215,22 +201,15 @@ class _GatedDeltaRule:
         factors[:, :size] *= self.scale
         qk.mul_(factors)
         products = torch.bmm(qk, qk[:, size:].transpose(1, 2))[:, None]
-        # fp64 costs nothing here, and keeps the digits of a slow decay that follows a fast one
-        b = g.transpose(1, 2).double().clamp(min=LEAST_DECAY).cumsum(-1)
-        decay = (b[..., :, None] - b[..., None, :]).to(q.dtype)
-        decay.add_(_minus_infinity_above(size, q.dtype, q.device)).exp_()
+        decay = head_decay(g)
         by_row = beta.transpose(1, 2)[..., None].contiguous()
-        lower = (products[:, :, size:] * decay).mul_(by_row)
-        last = b[..., -1:]
+        lower = (products[:, :, size:] * decay.between).mul_(by_row)
         return _Prepared(
             qk=qk,
             factors=factors,
             products=products,
-            decay=decay,
-            rising=b.exp().to(q.dtype)[..., None],
-            falling=(last - b).exp().to(q.dtype)[..., None],
-            whole=last.exp().to(q.dtype)[:, None],
-            weights=(products[:, :, :size] * decay).flatten(0, 1),
+            **decay._asdict(),
+            weights=(products[:, :, :size] * decay.between).flatten(0, 1),
             inverse=unit_lower_inverse(lower.flatten(0, 1)),
             beta=by_row,
         )
@@ -286,7 +265,7 @@ def _scan_backward(
         mine = both[start - first :][:units]
         torch.mul(d_right[here].transpose(1, 2), taken[here], out=mine[:, 1])
         room = left[start - units : start] if start else d_o.new_empty(units, keys, wide)
-        _decayed(left[onward], made.whole[onward], room[: onward.stop - start])
+        decayed(left[onward], made.whole[onward], room[: onward.stop - start])
         room[onward.stop - start :] = 0.0
         room.baddbmm_(made.qk[here].transpose(1, 2), mine.view(units, 2 * size, wide))
         entering = room
@@ -297,14 +276,8 @@ def _leaving_backward(passed: _Passed, found: _ScanGradients, d_qk: torch.Tensor
     """Through S': adds to ``d_qk`` [U, 2C, K] and ``d_b`` [U, G, C]."""
     made, led = passed.made, len(found.left)
     units, each, size = d_b.shape
-    first = units - len(passed.read)
     falling = by_row(passed.values.view(units, each, size, -1)[:led], made.falling[:led])
-    shares = (found.asked * falling).unflatten(2, (each, -1)).sum(-1).transpose(1, 2).double()
-    d_b[:led] -= shares
-    d_b[:led, :, -1] += shares.sum(-1)
-    if led > first:
-        kept = (passed.states[: led - first] * found.left[first:]).unflatten(2, (each, -1)).sum((1, 3))
-        d_b[first:led, :, -1] += kept * made.whole[first:led, 0, :, 0]
+    leaving_decay_backward(d_b, found.asked * falling, passed.states, found.left, made.whole)
     d_qk[:led, size:].baddbmm_(falling, found.left.transpose(1, 2))
 
 
@@ -314,8 +287,8 @@ def _pairs_backward(
     """Gradients of Q Kᵀ and K Kᵀ, [U, C, C] each, and of beta [U, G, C]; that of b is added to ``d_b``."""
     made, by_column = passed.made, passed.values.transpose(1, 2)
     size = made.qk.shape[1] // 2
-    d_weights = torch.bmm(d_o, by_column).view_as(made.decay).mul_(made.decay)
-    d_lower = torch.bmm(d_right.flatten(0, 1), by_column).view_as(made.decay).mul_(made.decay)
+    d_weights = torch.bmm(d_o, by_column).view_as(made.between).mul_(made.between)
+    d_lower = torch.bmm(d_right.flatten(0, 1), by_column).view_as(made.between).mul_(made.between)
     d_lower.mul_(_minus_below(size, d_lower.dtype, d_lower.device))
     gated = d_lower * made.products[:, :, size:]
     d_beta = (d_right * missing).sum(-1) + gated.sum(-1)
@@ -325,17 +298,6 @@ def _pairs_backward(
     d_pairs.diagonal(dim1=-2, dim2=-1).zero_()
     d_b += d_pairs.sum(-1) - d_pairs.sum(-2)
     return d_weights.sum(1), d_lower.sum(1), d_beta
-
-
-def _decayed(state: torch.Tensor, whole: torch.Tensor, out: torch.Tensor) -> None:
-    """exp(b_C) S into ``out``."""
-    split = (whole.shape[2], -1)
-    torch.mul(state.unflatten(2, split), whole, out=out.unflatten(2, split))
-
-
-@constant(64)
-def _minus_infinity_above(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.full((size, size), float("-inf"), dtype=dtype, device=device).triu_(1)
 
 
 @constant(64)

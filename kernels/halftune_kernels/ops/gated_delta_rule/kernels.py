@@ -28,27 +28,32 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halftune_kernels.delta_kernels import (
+from halftune_kernels.chunk_kernels import (
     at_hand,
+    begin_scan,
     between,
+    chunk_decays,
+    chunk_number,
+    chunk_place,
+    decay_gradient,
     decay_sums,
+    load_rows,
     load_sums,
-    load_sums_for,
     load_tile,
     pair_decays,
-    remaining_decay,
     row_factor,
-    scan_place,
-    store_inverse,
-    unit_inverse,
+    scan_chunk,
+    state_decays,
+    store_state,
+    tile_at,
 )
+from halftune_kernels.delta_kernels import store_inverse, unit_inverse
 
 
 @triton.jit
 def _keys(k, row: tl.constexpr, kk, left, H: tl.constexpr, K: tl.constexpr):
     i = row * 16 + tl.arange(0, 16)
-    inside = (i < left)[:, None] & (kk < K)[None, :]
-    return tl.load(k + i[:, None] * (H * K) + kk[None, :], mask=inside, other=0.0)
+    return load_rows(k, i, i < left, kk, H, K)
 
 
 @triton.jit
@@ -125,22 +130,17 @@ def solve(
 
     Stores what the scans need and do not depend on the state: b, T * D and P = scale Q K^T * D. If rq and rk are given,
     they get 1 / norm of the rows of q and k, and these count as divided by theirs."""
-    entry = table + tl.program_id(0) * 4
-    place, first, length = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    head = tl.program_id(1)
-    base = tl.cast(first + place * C, tl.int64)
-    c, left = tl.arange(0, C), length - place * C
+    row, key, left = chunk_place(table, H, HV, C)
+    c = tl.arange(0, C)
     live = c < left
-    hk = head // (HV // H)
+    q, k = q + key * K, k + key * K
     met, nq, nk = tl.zeros((C, C), tl.float32), tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
     for tile in range(0, BK, TK):
         kk = tile + tl.arange(0, TK)
-        at = (base * H + hk) * K + c[:, None] * (H * K) + kk[None, :]
-        inside = live[:, None] & (kk < K)[None, :]
-        x, y = tl.load(k + at, mask=inside, other=0.0), tl.load(q + at, mask=inside, other=0.0)
+        x, y = load_rows(k, c, live, kk, H, K), load_rows(q, c, live, kk, H, K)
         met = tl.dot(y, tl.trans(x), met, input_precision=PRECISION)
         nq, nk = nq + _square(y), nk + _square(x)
-    by_row = base * HV + head + c * HV
+    by_row = row + c * HV
     sums, parts = decay_sums(g + by_row, live)
     tl.store(b + by_row, sums, mask=live)
     tl.store(f + by_row, parts, mask=live)
@@ -148,15 +148,12 @@ def solve(
     if rk is not None:
         nq, nk = _inverse_norm(nq), _inverse_norm(nk)
         met = _scaled(met, nq, nk)
-        if head % (HV // H) == 0:
-            tl.store(rk + base * H + hk + c * H, nk, mask=live)
-            tl.store(rq + base * H + hk + c * H, nq, mask=live)
-    square = (base * HV + head) * C
-    tl.store(p + square + c[:, None] * (HV * C) + c[None, :], met.to(p.dtype.element_ty), mask=live[:, None])
-    row = base * HV + head
+        if tl.program_id(1) % (HV // H) == 0:
+            tl.store(rk + key + c * H, nk, mask=live)
+            tl.store(rq + key + c * H, nq, mask=live)
+    tl.store(p + row * C + c[:, None] * (HV * C) + c[None, :], met.to(p.dtype.element_ty), mask=live[:, None])
     tl.debug_barrier()  # b and f are read back in pieces
-    k += (base * H + hk) * K
-    _store_inverse(t + square, b + row, f + row, k, beta + row, rk, left, H, HV, K, C, BK, TK, PRECISION)
+    _store_inverse(t + row * C, b + row, f + row, k, beta + row, rk, left, H, HV, K, C, BK, TK, PRECISION)
 
 
 @triton.jit
@@ -166,52 +163,27 @@ def scan_forward(
     BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """All chunks of one segment and head, BV columns of the values; keeps N and the entering states if asked."""
-    part, head, segment = scan_place(HV, V, BV)
-    hk, entry = head // (HV // H), table + segment * 4
-    n, chunk, first, length = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    c, kk, vv = tl.arange(0, C), tl.arange(0, BK), part * BV + tl.arange(0, BV)
-    at_state = kk[:, None] * V + vv[None, :]
-    in_state = (kk < K)[:, None] & (vv < V)[None, :]
-    s = tl.zeros((BK, BV), tl.float32)
-    if initial is not None:
-        s += tl.load(initial + (tl.cast(n, tl.int64) * HV + head) * K * V + at_state, mask=in_state, other=0.0)
-    for place in range(tl.cdiv(length, C)):
-        base = tl.cast(first + place * C, tl.int64)
-        live = place * C + c < length
-        in_k, in_v = live[:, None] & (kk < K)[None, :], live[:, None] & (vv < V)[None, :]
-        at_k, at_v = c[:, None] * (H * K) + kk[None, :], c[:, None] * (HV * V) + vv[None, :]
-        from_k, from_t, at_t = (base * H + hk) * K, (base * HV + head) * C, c[:, None] * (HV * C) + c[None, :]
-        bk, bq = load_tile(k + from_k, at_k, in_k), load_tile(q + from_k, at_k, in_k)
-        nk = row_factor(rk, base * H + hk + c * H, live)
-        nq = row_factor(rq, base * H + hk + c * H, live) * scale
-        bv = load_tile(v + (base * HV + head) * V, at_v, in_v).to(tl.float32)
-        bt, bp = load_tile(t + from_t, at_t, live[:, None]), load_tile(p + from_t, at_t, live[:, None])
-        by_row = base * HV + head + c * HV
-        sums, parts = load_sums(b, f, by_row, live)
-        end = (base + tl.minimum(C, length - place * C) - 1) * HV + head
-        last, last_part = tl.load(b + end), tl.load(f + end)
-        bb = tl.load(beta + by_row, mask=live, other=0.0).to(tl.float32)
-        e, left = tl.exp2(sums + parts), remaining_decay(sums, parts, last, last_part, live)
+    here, s = begin_scan(table, initial, HV, K, V, BK, BV)
+    kind = k.dtype.element_ty
+    for place in range(tl.cdiv(here.length, C)):
+        now = scan_chunk(here, place, q, k, p, H, HV, K, V, C)
+        nk, nq = row_factor(rk, now.by_key, now.live), row_factor(rq, now.by_key, now.live) * scale
+        bv = tl.load(v + now.at_v, mask=now.in_v, other=0.0).to(tl.float32)
+        bt = load_tile(t, now.at_c, now.in_c)
+        e, left, whole = chunk_decays(b, f, now, HV, C)
+        bb = row_factor(beta, now.by_row, now.live)
+        store_state(states, now.number, here, s, HV, K, V)
+        half = s.to(kind)
+        x = bb[:, None] * (bv - (e * nk)[:, None] * tl.dot(at_hand(now.k, PRECISION), half, input_precision=PRECISION))
+        fresh = tl.dot(at_hand(bt, PRECISION), x.to(kind), input_precision=PRECISION)
+        out = (e * nq)[:, None] * tl.dot(at_hand(now.q, PRECISION), half, input_precision=PRECISION)
+        out += tl.dot(at_hand(now.p, PRECISION), fresh.to(kind), input_precision=PRECISION)
+        tl.store(o + now.at_v, out.to(o.dtype.element_ty), mask=now.in_v)
         if states is not None:
-            into = states + (tl.cast(chunk + place, tl.int64) * HV + head) * K * V + at_state
-            tl.store(into, s.to(states.dtype.element_ty), mask=in_state)
-        half = s.to(k.dtype.element_ty)
-        bk = at_hand(bk, k + from_k, at_k, in_k, PRECISION)
-        x = bb[:, None] * (bv - (e * nk)[:, None] * tl.dot(bk, half, input_precision=PRECISION))
-        bt = at_hand(bt, t + from_t, at_t, live[:, None], PRECISION)
-        fresh = tl.dot(bt, x.to(half.dtype), input_precision=PRECISION)
-        bq = at_hand(bq, q + from_k, at_k, in_k, PRECISION)
-        out = (e * nq)[:, None] * tl.dot(bq, half, input_precision=PRECISION)
-        bp = at_hand(bp, p + from_t, at_t, live[:, None], PRECISION)
-        out += tl.dot(bp, fresh.to(half.dtype), input_precision=PRECISION)
-        tl.store(o + (base * HV + head) * V + at_v, out.to(o.dtype.element_ty), mask=in_v)
-        if states is not None:
-            tl.store(new + (base * HV + head) * V + at_v, fresh.to(new.dtype.element_ty), mask=in_v)
-        kept = (fresh * (left * nk)[:, None]).to(half.dtype)
-        bk = at_hand(bk, k + from_k, at_k, in_k, PRECISION)
-        s = s * tl.exp2(last + last_part) + tl.dot(tl.trans(bk), kept, input_precision=PRECISION)
-    if final is not None:
-        tl.store(final + (tl.cast(n, tl.int64) * HV + head) * K * V + at_state, s, mask=in_state)
+            tl.store(new + now.at_v, fresh.to(new.dtype.element_ty), mask=now.in_v)
+        kept = (fresh * (left * nk)[:, None]).to(kind)
+        s = s * whole + tl.dot(tl.trans(at_hand(now.k, PRECISION)), kept, input_precision=PRECISION)
+    store_state(final, here.segment, here, s, HV, K, V)
 
 
 @triton.jit
@@ -221,62 +193,39 @@ def scan_backward(
     BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dX, dV and each chunk's leaving dS, from the last chunk to the first."""
-    part, head, segment = scan_place(HV, V, BV)
-    hk, entry = head // (HV // H), table + segment * 4
-    n, chunk, first, length = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    c, kk, vv = tl.arange(0, C), tl.arange(0, BK), part * BV + tl.arange(0, BV)
-    at_state = kk[:, None] * V + vv[None, :]
-    in_state = (kk < K)[:, None] & (vv < V)[None, :]
-    ds = tl.zeros((BK, BV), tl.float32)
-    if dfinal is not None:
-        ds += tl.load(dfinal + (tl.cast(n, tl.int64) * HV + head) * K * V + at_state, mask=in_state, other=0.0)
-    count = tl.cdiv(length, C)
+    here, ds = begin_scan(table, dfinal, HV, K, V, BK, BV)
+    kind = k.dtype.element_ty
+    count = tl.cdiv(here.length, C)
     for done in range(count):
-        place = count - 1 - done
-        base = tl.cast(first + place * C, tl.int64)
-        live = place * C + c < length
-        in_k, in_v = live[:, None] & (kk < K)[None, :], live[:, None] & (vv < V)[None, :]
-        at_k, at_v = c[:, None] * (H * K) + kk[None, :], c[:, None] * (HV * V) + vv[None, :]
-        from_k, from_t, at_t = (base * H + hk) * K, (base * HV + head) * C, c[:, None] * (HV * C) + c[None, :]
-        bk, bq = load_tile(k + from_k, at_k, in_k), load_tile(q + from_k, at_k, in_k)
-        nk = row_factor(rk, base * H + hk + c * H, live)
-        nq = row_factor(rq, base * H + hk + c * H, live) * scale
-        bo = load_tile(do + (base * HV + head) * V, at_v, in_v)
-        bt, bp = load_tile(t + from_t, at_t, live[:, None]), load_tile(p + from_t, at_t, live[:, None])
-        by_row = base * HV + head + c * HV
-        sums, parts = load_sums(b, f, by_row, live)
-        end = (base + tl.minimum(C, length - place * C) - 1) * HV + head
-        last, last_part = tl.load(b + end), tl.load(f + end)
-        bb = tl.load(beta + by_row, mask=live, other=0.0).to(tl.float32)
-        e, left = tl.exp2(sums + parts), remaining_decay(sums, parts, last, last_part, live)
-        into = dstates + (tl.cast(chunk + place, tl.int64) * HV + head) * K * V + at_state
-        tl.store(into, ds.to(dstates.dtype.element_ty), mask=in_state)
-        kind = k.dtype.element_ty
-        bk = at_hand(bk, k + from_k, at_k, in_k, PRECISION)
-        dn = (left * nk)[:, None] * tl.dot(bk, ds.to(kind), input_precision=PRECISION)
-        bp = at_hand(bp, p + from_t, at_t, live[:, None], PRECISION)
-        dn += tl.dot(tl.trans(bp), bo, input_precision=PRECISION)
-        bt = at_hand(bt, t + from_t, at_t, live[:, None], PRECISION)
-        bx = tl.dot(tl.trans(bt), dn.to(kind), input_precision=PRECISION)
-        tl.store(dx + (base * HV + head) * V + at_v, bx.to(dx.dtype.element_ty), mask=in_v)
+        now = scan_chunk(here, count - 1 - done, q, k, p, H, HV, K, V, C)
+        nk, nq = row_factor(rk, now.by_key, now.live), row_factor(rq, now.by_key, now.live) * scale
+        bo = tl.load(do + now.at_v, mask=now.in_v, other=0.0)
+        bt = load_tile(t, now.at_c, now.in_c)
+        e, left, whole = chunk_decays(b, f, now, HV, C)
+        bb = row_factor(beta, now.by_row, now.live)
+        store_state(dstates, now.number, here, ds, HV, K, V)
+        dn = (left * nk)[:, None] * tl.dot(at_hand(now.k, PRECISION), ds.to(kind), input_precision=PRECISION)
+        dn += tl.dot(tl.trans(at_hand(now.p, PRECISION)), bo, input_precision=PRECISION)
+        bx = tl.dot(tl.trans(at_hand(bt, PRECISION)), dn.to(kind), input_precision=PRECISION)
+        tl.store(dx + now.at_v, bx.to(dx.dtype.element_ty), mask=now.in_v)
         bx = bx * bb[:, None]
-        tl.store(dv + (base * HV + head) * V + at_v, bx.to(dv.dtype.element_ty), mask=in_v)
-        ds = ds * tl.exp2(last + last_part)
-        bq = at_hand(bq, q + from_k, at_k, in_k, PRECISION)
-        ds += tl.dot(tl.trans(bq), (bo.to(tl.float32) * (e * nq)[:, None]).to(kind), input_precision=PRECISION)
-        bk = at_hand(bk, k + from_k, at_k, in_k, PRECISION)
-        ds -= tl.dot(tl.trans(bk), (bx * (e * nk)[:, None]).to(kind), input_precision=PRECISION)
-    if dinitial is not None:
-        tl.store(dinitial + (tl.cast(n, tl.int64) * HV + head) * K * V + at_state, ds, mask=in_state)
+        tl.store(dv + now.at_v, bx.to(dv.dtype.element_ty), mask=now.in_v)
+        ds = ds * whole
+        ds += tl.dot(
+            tl.trans(at_hand(now.q, PRECISION)),
+            (bo.to(tl.float32) * (e * nq)[:, None]).to(kind),
+            input_precision=PRECISION,
+        )
+        ds -= tl.dot(tl.trans(at_hand(now.k, PRECISION)), (bx * (e * nk)[:, None]).to(kind), input_precision=PRECISION)
+    store_state(dinitial, here.segment, here, ds, HV, K, V)
 
 
 @triton.jit
 def _row_factors(b, f, beta, rq, rk, at, at_k, live, PRECISION: tl.constexpr):
     """b, f, beta and 1 / norm of q and k; the barrier keeps the compiler from holding those of an earlier call."""
     tl.debug_barrier()
-    sums, parts = load_sums_for(b, f, at, live, PRECISION)
-    bb = tl.load(beta + at, mask=live, other=0.0).to(tl.float32)
-    return sums, parts, bb, row_factor(rq, at_k, live), row_factor(rk, at_k, live)
+    sums, parts = load_sums(b, f, at, live, PRECISION == "tf32x3")
+    return sums, parts, row_factor(beta, at, live), row_factor(rq, at_k, live), row_factor(rk, at_k, live)
 
 
 @triton.jit
@@ -288,32 +237,24 @@ def chunk_backward(
     """dQ and dK of one chunk and value head (of the unit rows), dg and dbeta.
 
     keys and values are K and V once more: as constants they would let the compiler unroll the loops, and spill."""
-    entry = table + tl.program_id(0) * 4
-    place, first, length = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    head, hk = tl.program_id(1), tl.program_id(1) // (HV // H)
-    base = tl.cast(first + place * C, tl.int64)
+    row, key, left_rows = chunk_place(table, H, HV, C)
     c = tl.arange(0, C)
-    live = place * C + c < length
-    at = c[:, None] * (H * K)
-    q += (base * H + hk) * K
-    k += (base * H + hk) * K
-    at_v = (base * HV + head) * V + c[:, None] * (HV * V)
-    at_state = (tl.cast(tl.program_id(0), tl.int64) * HV + head) * K * V
-    by_row = base * HV + head + c * HV
+    live = c < left_rows
+    q, k, v, do, new, dx = q + key * K, k + key * K, v + row * V, do + row * V, new + row * V, dx + row * V
+    state = chunk_number(HV) * K * V
+    states, dstates, dq, dk = states + state, dstates + state, dq + row * K, dk + row * K
+    by_row, by_key = row + c * HV, key + c * H
 
     p, m, dbe = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32), tl.zeros((C,), tl.float32)
     for tile in range(0, values, TV):
         vv = tile + tl.arange(0, TV)
-        inside = live[:, None] & (vv < V)[None, :]
-        bo = tl.load(do + at_v + vv[None, :], mask=inside, other=0.0)
-        bn = tl.load(new + at_v + vv[None, :], mask=inside, other=0.0)
-        bx = tl.load(dx + at_v + vv[None, :], mask=inside, other=0.0)
-        bv = tl.load(v + at_v + vv[None, :], mask=inside, other=0.0)
+        bo, bn = load_rows(do, c, live, vv, HV, V), load_rows(new, c, live, vv, HV, V)
+        bx, bv = load_rows(dx, c, live, vv, HV, V), load_rows(v, c, live, vv, HV, V)
         p = tl.dot(bo, tl.trans(bn), p, input_precision=PRECISION)
         m = tl.dot(bx, tl.trans(bn), m, input_precision=PRECISION)
         dbe += tl.sum(bx.to(tl.float32) * bv.to(tl.float32), 1)
     # Two squares at a time, and rows' factors read again for each two: more would not fit the registers.
-    sums, parts, bb, nq, nk = _row_factors(b, f, beta, rq, rk, by_row, base * H + hk + c * H, live, PRECISION)
+    sums, parts, bb, nq, nk = _row_factors(b, f, beta, rq, rk, by_row, by_key, live, PRECISION)
     below = pair_decays(sums, parts, (c[:, None] >= c[None, :]) & live[:, None])
     # Rows of q and k are read as they are: their norms go into the factor that meets them.
     p = p * below * scale * nk[None, :]
@@ -321,9 +262,7 @@ def chunk_backward(
     met, met_k = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
     for tile in range(0, keys, TK):
         kk = tile + tl.arange(0, TK)
-        inside = live[:, None] & (kk < K)[None, :]
-        bk = tl.load(k + at + kk[None, :], mask=inside, other=0.0)
-        bq = tl.load(q + at + kk[None, :], mask=inside, other=0.0)
+        bk, bq = load_rows(k, c, live, kk, H, K), load_rows(q, c, live, kk, H, K)
         met_k = tl.dot(bk, tl.trans(bk), met_k, input_precision=PRECISION)
         met = tl.dot(bq, tl.trans(bk), met, input_precision=PRECISION)
     met_k = m * met_k * nk[:, None]
@@ -334,23 +273,17 @@ def chunk_backward(
     pt, mt = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)  # no product's result is transposed
     for tile in range(0, values, TV):
         vv = tile + tl.arange(0, TV)
-        inside = live[:, None] & (vv < V)[None, :]
-        bn = tl.load(new + at_v + vv[None, :], mask=inside, other=0.0)
-        bo = tl.load(do + at_v + vv[None, :], mask=inside, other=0.0)
-        bx = tl.load(dx + at_v + vv[None, :], mask=inside, other=0.0)
+        bn, bo = load_rows(new, c, live, vv, HV, V), load_rows(do, c, live, vv, HV, V)
+        bx = load_rows(dx, c, live, vv, HV, V)
         pt = tl.dot(bn, tl.trans(bo), pt, input_precision=PRECISION)
         mt = tl.dot(bn, tl.trans(bx), mt, input_precision=PRECISION)
-    sums, parts, bb, nq, nk = _row_factors(b, f, beta, rq, rk, by_row, base * H + hk + c * H, live, PRECISION)
+    sums, parts, bb, nq, nk = _row_factors(b, f, beta, rq, rk, by_row, by_key, live, PRECISION)
     above = pair_decays(-sums, -parts, (c[:, None] <= c[None, :]) & live[None, :])
     pt = (pt * above * scale * nq[None, :]).to(q.dtype.element_ty)
     m += (tl.where(c[:, None] < c[None, :], -mt * above, 0.0) * (bb * nk)[None, :]).to(q.dtype.element_ty)
 
-    sums, parts, bb, nq, nk = _row_factors(b, f, beta, rq, rk, by_row, base * H + hk + c * H, live, PRECISION)
-    end = (base + tl.minimum(C, length - place * C) - 1) * HV + head
-    last, last_part = tl.load(b + end), 0.0
-    if PRECISION == "tf32x3":
-        last_part = tl.load(f + end)
-    e, left = tl.exp2(sums + parts), remaining_decay(sums, parts, last, last_part, live)
+    sums, parts, bb, nq, nk = _row_factors(b, f, beta, rq, rk, by_row, by_key, live, PRECISION)
+    e, left, whole = state_decays(sums, parts, b, f, row, left_rows, HV, C, PRECISION == "tf32x3")
     db, written, held = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32), 0.0
     for tile in range(0, keys, TK):
         kk = tile + tl.arange(0, TK)
@@ -358,21 +291,15 @@ def chunk_backward(
         product = tl.zeros((TK,), tl.float32)
         for tile_v in range(0, values, TV):
             vv = tile_v + tl.arange(0, TV)
-            inside = live[:, None] & (vv < V)[None, :]
-            bo = tl.load(do + at_v + vv[None, :], mask=inside, other=0.0)
-            bn = tl.load(new + at_v + vv[None, :], mask=inside, other=0.0)
-            bx = tl.load(dx + at_v + vv[None, :], mask=inside, other=0.0)
-            at_kv, in_kv = at_state + kk[:, None] * V + vv[None, :], (kk < K)[:, None] & (vv < V)[None, :]
-            bs = tl.load(states + at_kv, mask=in_kv, other=0.0)
-            bd = tl.load(dstates + at_kv, mask=in_kv, other=0.0)
+            bo, bn = load_rows(do, c, live, vv, HV, V), load_rows(new, c, live, vv, HV, V)
+            bx = load_rows(dx, c, live, vv, HV, V)
+            bs, bd = load_rows(states, kk, kk < K, vv, 1, V), load_rows(dstates, kk, kk < K, vv, 1, V)
             product += tl.sum(bs.to(tl.float32) * bd.to(tl.float32), 1)
             bs, bd = bs.to(bo.dtype), bd.to(bo.dtype)
             aq = tl.dot(bo, tl.trans(bs), aq, input_precision=PRECISION)
             ak = tl.dot(bn, tl.trans(bd), ak, input_precision=PRECISION)
             y = tl.dot(bx, tl.trans(bs), y, input_precision=PRECISION)
-        inside = live[:, None] & (kk < K)[None, :]
-        bq = tl.load(q + at + kk[None, :], mask=inside, other=0.0)
-        bk = tl.load(k + at + kk[None, :], mask=inside, other=0.0)
+        bq, bk = load_rows(q, c, live, kk, H, K), load_rows(k, c, live, kk, H, K)
         wq, wk = bq.to(tl.float32) * nq[:, None], bk.to(tl.float32) * nk[:, None]
         aq, ak, y = aq * e[:, None] * scale, ak * left[:, None], -y * e[:, None]
         written += tl.sum(ak * wk, 1)
@@ -383,10 +310,9 @@ def chunk_backward(
         aq = tl.dot(p, bk, aq, input_precision=PRECISION)
         ak = tl.dot(pt, bq, ak + y, input_precision=PRECISION)
         ak = tl.dot(m, bk, ak, input_precision=PRECISION)
-        into = (base * HV + head) * K + c[:, None] * (HV * K) + kk[None, :]
+        into, inside = tile_at(c, live, kk, HV, K)
         tl.store(dq + into, aq.to(dq.dtype.element_ty), mask=inside)
         tl.store(dk + into, ak.to(dk.dtype.element_ty), mask=inside)
-    dgate += tl.cumsum(db, 0, reverse=True) + held * tl.exp2(last + last_part)
-    dgate += tl.sum(tl.where(c[:, None] > c[None, :], written[None, :], 0.0), 1)
+    dgate = decay_gradient(dgate, db, written, held * whole, C)
     tl.store(dg + by_row, dgate.to(dg.dtype.element_ty), mask=live)
     tl.store(dbeta + by_row, dbe.to(dbeta.dtype.element_ty), mask=live)

@@ -6,8 +6,10 @@ y = w n f. From a = dn = dy w f: du = r (a - n mean(a n)); dw = sum(dy n f); df 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from halftune_kernels.ops.gated_rms_norm import GatedNorm
 
@@ -16,8 +18,7 @@ _BLOCK = 1 << 16  # elements per pass: they stay in the cache
 
 def gated_rms_norm(call: GatedNorm) -> torch.Tensor:
     """See `halftune_kernels.ops.gated_rms_norm.gated_rms_norm`; x is [M, D]."""
-    x, weight, gate, eps, sigmoid, norm_before_gate, group_size = call
-    return _GatedNorm.apply(x, weight, gate, eps, sigmoid, norm_before_gate, group_size)  # type: ignore[return-value]
+    return _GatedNorm.apply(*call)  # type: ignore[return-value]
 
 
 def _factor(gate: torch.Tensor, sigmoid: bool) -> torch.Tensor:
@@ -37,7 +38,8 @@ def _norm(u_MGS: torch.Tensor, eps: float) -> torch.Tensor:
 
 class _GatedNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x, weight, gate, eps, sigmoid, norm_before_gate, group_size):
+    def forward(ctx: Any, *call: Any) -> torch.Tensor:
+        x, weight, gate, eps, sigmoid, norm_before_gate, group_size = GatedNorm(*call)
         wide = torch.promote_types(x.dtype, torch.float32)
         y, w = torch.empty_like(x, memory_format=torch.contiguous_format), weight.to(wide)
         step = max(1, _BLOCK // max(1, x.shape[1]))
@@ -49,15 +51,15 @@ class _GatedNorm(torch.autograd.Function):
             u_MGS = u.unflatten(1, (-1, group_size))
             out = (u_MGS * _norm(u_MGS, eps)).flatten(1).mul_(w)
             y[rows] = out.mul_(f) if f is not None and norm_before_gate else out
-        ctx.save_for_backward(x, weight, gate)  # type: ignore[attr-defined]
-        ctx.options = (eps, sigmoid, norm_before_gate, group_size)  # type: ignore[attr-defined]
+        ctx.save_for_backward(x, weight, gate)
+        ctx.options = (eps, sigmoid, norm_before_gate, group_size)
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, dy):
-        x, weight, gate = ctx.saved_tensors  # type: ignore[attr-defined]
-        eps, sigmoid, norm_before_gate, group_size = ctx.options  # type: ignore[attr-defined]
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, gate = ctx.saved_tensors
+        eps, sigmoid, norm_before_gate, group_size = ctx.options
         wide = torch.promote_types(x.dtype, torch.float32)
         w = weight.to(wide)
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -18,8 +18,7 @@ _TILE = 2048  # elements of a program's tile
 
 def gated_rms_norm(call: GatedNorm) -> torch.Tensor:
     """See `halftune_kernels.ops.gated_rms_norm.gated_rms_norm`; x is [M, D]."""
-    x, weight, gate, eps, sigmoid, norm_before_gate, group_size = call
-    return _GatedNorm.apply(x, weight, gate, eps, sigmoid, norm_before_gate, group_size)
+    return _GatedNorm.apply(*call)
 
 
 @triton.jit
@@ -107,7 +106,8 @@ def _cut(size: int) -> tuple[int, int, Config]:
 
 class _GatedNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x, weight, gate, eps, sigmoid, norm_before_gate, group_size):
+    def forward(ctx: Any, *call: Any) -> torch.Tensor:
+        x, weight, gate, eps, sigmoid, norm_before_gate, group_size = GatedNorm(*call)
         x, weight = x.contiguous(), weight.contiguous()
         gate = None if gate is None else gate.contiguous()
         rows, channels = x.shape
@@ -122,7 +122,7 @@ class _GatedNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy):
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, gate = ctx.saved_tensors
         how, rows = ctx.how, len(x)
         _, tall, config = _cut(how["SIZE"])

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from halftune_kernels.channel_decay import ChannelDecay
-from halftune_kernels.chunk_scan import Chunks, Tensors, chunk_scan
+from halftune_kernels.chunk_scan import Chunks, Plan, Tensors, chunk_scan
 from halftune_kernels.delta_arguments import DeltaRule, l2_normalise, l2_normalise_backward
 from halftune_kernels.memory import CUTS
 from halftune_kernels.triangular import unit_lower_inverse
@@ -29,10 +29,9 @@ def kda(call: DeltaRule) -> tuple[torch.Tensor, torch.Tensor | None]:
     repeat = v.shape[2] // q.shape[2]
     if repeat > 1:
         q, k = q.repeat_interleave(repeat, dim=2), k.repeat_interleave(repeat, dim=2)
-    inputs, output = [x.flatten(0, 1) for x in (q, k, v, g, beta)], (tuple(v.shape[3:]), v.dtype)
-    sizes, how = (k.shape[3], v.shape[3]), {"chunk": CUT.chunk, "units": CUT.units, "power_of_two": True}
-    scan = _KimiDelta(scale, normalise)
-    o, final = chunk_scan(scan, inputs, initial_state, output, sizes, segments, want_final=want_final, **how)
+    inputs, sizes = [x.flatten(0, 1) for x in (q, k, v, g, beta)], (k.shape[3], v.shape[3])
+    plan = Plan(segments, sizes[1:], v.dtype, sizes, want_final, CUT.chunk, CUT.units, power_of_two=True)
+    o, final = chunk_scan(_KimiDelta(scale, normalise), inputs, initial_state, plan)
     return o.view(v.shape), final
 
 
@@ -83,10 +82,7 @@ class _KimiDelta:
             read = torch.bmm(made.reading, state)
             values = torch.bmm(made.inverse, (v - read[:, size:]).mul_(made.beta))
             o = torch.baddbmm(read[:, :size], made.weights, values)
-        if not going:
-            return o, None, ()
-        written = torch.bmm(made.writing[:going].transpose(1, 2), values[:going])
-        return o, made.decay.following(written, state), ()
+        return o, made.decay.following(made.writing, values, state, going), ()
 
     def backward(self, chunks: Chunks) -> tuple[Tensors, torch.Tensor | None]:
         inputs, state, d_out, d_state, _, _ = chunks

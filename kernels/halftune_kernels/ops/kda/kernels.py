@@ -28,15 +28,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halftune_kernels.delta_kernels import (
-    LOG2E,
-    block_decays,
-    gates,
-    read_back,
-    row_factor,
-    store_inverse_of,
-    vector,
-)
+from halftune_kernels.chunk_kernels import LOG2E, chunk_number, chunk_place, load_rows, row_factor, tile_at
+from halftune_kernels.delta_kernels import block_decays, gates, read_back, store_inverse_of, vector
+
+
+@triton.jit
+def _unit_rows(x, norm, row, live, kk, H: tl.constexpr, K: tl.constexpr):
+    """Rows of q or k, times their norms' inverses if there are any."""
+    return load_rows(x, row, live, kk, H, K).to(tl.float32) * row_factor(norm, row * H, live)[:, None]
 
 
 @triton.jit
@@ -46,42 +45,37 @@ def products(
     BK: tl.constexpr, TK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One block of R rows of one chunk and head: rows of A(K, K) and of P, and of Q, K decayed for the scans."""
-    entry = table + tl.program_id(0) * 4
-    place, first, length = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    head, block = tl.program_id(1), tl.program_id(2)
-    hk, left, start = head // (HV // H), length - place * C, block * R
+    by_head, key, left = chunk_place(table, H, HV, C)
+    block = tl.program_id(2)
+    start = block * R
     if start >= left:
         return
-    base = tl.cast(first + place * C, tl.int64)
     i, c = tl.arange(0, R), tl.arange(0, C)
-    live, row = start + i < left, base * H + hk
-    q, k, g = q + row * K, k + row * K, g + (base * HV + head) * K
-    nq, nk = row_factor(rq, row + (start + i) * H, live), row_factor(rk, row + (start + i) * H, live)
-    nc = row_factor(rk, row + c * H, c < left)
+    row, live, near_c = start + i, start + i < left, (c < start) & (c < left)
+    q, k, g = q + key * K, k + key * K, g + by_head * K
+    nq, nk = row_factor(rq, key + row * H, live), row_factor(rk, key + row * H, live)
+    nc = row_factor(rk, key + c * H, c < left)
     met_q, met_k = tl.zeros((R, C), tl.float32), tl.zeros((R, C), tl.float32)
     own_q, own_k = tl.zeros((R, R), tl.float32), tl.zeros((R, R), tl.float32)
     for tile in range(0, BK, TK):
         kk = tile + tl.arange(0, TK)
-        inside = live[:, None] & (kk < K)[None, :]
-        at = (start + i)[:, None] * (H * K) + kk[None, :]
-        xq = tl.load(q + at, mask=inside, other=0.0).to(tl.float32) * nq[:, None]
-        xk = tl.load(k + at, mask=inside, other=0.0).to(tl.float32) * nk[:, None]
-        at_c, in_c = c[:, None] * (H * K) + kk[None, :], ((c < start) & (c < left))[:, None] & (kk < K)[None, :]
-        y = tl.load(k + at_c, mask=in_c, other=0.0).to(tl.float32) * nc[:, None]
+        xq = load_rows(q, row, live, kk, H, K).to(tl.float32) * nq[:, None]
+        xk = load_rows(k, row, live, kk, H, K).to(tl.float32) * nk[:, None]
+        y = load_rows(k, c, near_c, kk, H, K).to(tl.float32) * nc[:, None]
         local, rest, earlier, _, before, after = block_decays(g, block, left, kk, HV, K, C, R)
         rise = tl.exp2(local)
         y = (y * tl.exp2(earlier)).to(qe.dtype.element_ty)
         met_q = tl.dot((xq * rise).to(y.dtype), tl.trans(y), met_q, input_precision=PRECISION)
         met_k = tl.dot((xk * rise).to(y.dtype), tl.trans(y), met_k, input_precision=PRECISION)
-        into = (base * HV + head) * K + (start + i)[:, None] * (HV * K) + kk[None, :]
+        into, inside = tile_at(row, live, kk, HV, K)
+        into = by_head * K + into
         rise = tl.exp2(before[None, :] + local)
         tl.store(qe + into, (xq * rise * scale).to(qe.dtype.element_ty), mask=inside)
         tl.store(ke + into, (xk * rise).to(ke.dtype.element_ty), mask=inside)
         tl.store(kl + into, (xk * tl.exp2(rest + after[None, :])).to(kl.dtype.element_ty), mask=inside)
         if block == 0:
             total = tl.sum(gates(g, i, live, kk, HV, K), 0) + after
-            number = tl.cast(tl.program_id(0), tl.int64) * HV + head
-            tl.store(whole + number * K + kk, tl.exp2(total), mask=kk < K)
+            tl.store(whole + chunk_number(HV) * K + kk, tl.exp2(total), mask=kk < K)
         run = tl.zeros((R, TK), tl.float32)  # from after row j through row i
         for done in range(tl.minimum(R, left - start)):
             j = tl.minimum(R, left - start) - 1 - done
@@ -90,13 +84,13 @@ def products(
             own_q += tl.where((i == j)[None, :], tl.sum(xq * near, 1)[:, None], 0.0)
             own_k += tl.where((i == j)[None, :], tl.sum(xk * near, 1)[:, None], 0.0)
             run += tl.where((i >= j)[:, None], vector(g, None, start + j, kk, HV, K)[None, :] * LOG2E, 0.0)
-    rows = (base * HV + head) * C + (start + i)[:, None] * (HV * C)
+    rows = by_head * C + row[:, None] * (HV * C)
     outside = live[:, None] & ((c < start) | (c >= start + R))[None, :]
     tl.store(p + rows + c[None, :], (met_q * scale).to(p.dtype.element_ty), mask=outside)
     tl.store(a + rows + c[None, :], met_k, mask=outside)
     own_q, own_k = own_q * nk[None, :] * scale, own_k * nk[None, :]
-    tl.store(p + rows + (start + i)[None, :], own_q.to(p.dtype.element_ty), mask=live[:, None])
-    tl.store(a + rows + (start + i)[None, :], own_k, mask=live[:, None])
+    tl.store(p + rows + row[None, :], own_q.to(p.dtype.element_ty), mask=live[:, None])
+    tl.store(a + rows + row[None, :], own_k, mask=live[:, None])
 
 
 @triton.jit
@@ -106,22 +100,20 @@ def solve(
     BK: tl.constexpr, BV: tl.constexpr, TK: tl.constexpr, TV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """T, W and U of one chunk and head."""
-    entry = table + tl.program_id(0) * 4
-    place, first, length = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    row, left = tl.cast(first + place * C, tl.int64) * HV + tl.program_id(1), length - place * C
+    row, _, left = chunk_place(table, HV, HV, C)
     beta, v, ke, w, u, t = beta + row, v + row * V, ke + row * K, w + row * K, u + row * V, t + row * C
     store_inverse_of(t, a + row * C, beta, left, HV, C)
     bt, c = read_back(t, left, HV, C), tl.arange(0, C)
     live = c < left
-    factor = tl.load(beta + c * HV, mask=live, other=0.0).to(tl.float32)[:, None]
+    factor = row_factor(beta, c * HV, live)[:, None]
     for tile in range(0, BK, TK):
         kk = tile + tl.arange(0, TK)
-        at, inside = c[:, None] * (HV * K) + kk[None, :], live[:, None] & (kk < K)[None, :]
+        at, inside = tile_at(c, live, kk, HV, K)
         x = (tl.load(ke + at, mask=inside, other=0.0).to(tl.float32) * -factor).to(bt.dtype)
         tl.store(w + at, tl.dot(bt, x, input_precision=PRECISION).to(w.dtype.element_ty), mask=inside)
     for tile in range(0, BV, TV):
         vv = tile + tl.arange(0, TV)
-        at, inside = c[:, None] * (HV * V) + vv[None, :], live[:, None] & (vv < V)[None, :]
+        at, inside = tile_at(c, live, vv, HV, V)
         x = (tl.load(v + at, mask=inside, other=0.0).to(tl.float32) * factor).to(bt.dtype)
         tl.store(u + at, tl.dot(bt, x, input_precision=PRECISION).to(u.dtype.element_ty), mask=inside)
 
@@ -132,12 +124,10 @@ def square_gradients(
     HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dX, dV, E and F of one chunk and head, and the part <dX, V> of dbeta."""
-    entry = table + tl.program_id(0) * 4
-    place, first, length = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    row = tl.cast(first + place * C, tl.int64) * HV + tl.program_id(1)
+    row, _, left = chunk_place(table, HV, HV, C)
     c = tl.arange(0, C)
-    live = place * C + c < length
-    b = tl.load(beta + row + c * HV, mask=live, other=0.0).to(tl.float32)[:, None]
+    live = c < left
+    b = row_factor(beta, row + c * HV, live)[:, None]
     square = row * C + c[:, None] * (HV * C) + c[None, :]
     bt = tl.load(t + square, mask=live[:, None], other=0.0)
     be, bf, part = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32), tl.zeros((C,), tl.float32)
@@ -196,13 +186,12 @@ def _by_state(
     dq, dy, dz = tl.zeros((R, TK), tl.float32), tl.zeros((R, TK), tl.float32), tl.zeros((R, TK), tl.float32)
     for tile in range(0, BV, TV):
         vv = tile + tl.arange(0, TV)
-        at, inside = row[:, None] * (HV * V) + vv[None, :], live[:, None] & (vv < V)[None, :]
         at_state, in_state = kk[None, :] * V + vv[:, None], (kk < K)[None, :] & (vv < V)[:, None]
-        bo, bn = tl.load(do + at, mask=inside, other=0.0), tl.load(new + at, mask=inside, other=0.0)
+        bo, bn = load_rows(do, row, live, vv, HV, V), load_rows(new, row, live, vv, HV, V)
         s = tl.load(states + at_state, mask=in_state, other=0.0).to(bo.dtype)
         ds = tl.load(dstates + at_state, mask=in_state, other=0.0).to(bo.dtype)
         dq = tl.dot(bo, s, dq, input_precision=PRECISION)
-        dy = tl.dot(tl.load(dx + at, mask=inside, other=0.0), s, dy, input_precision=PRECISION)
+        dy = tl.dot(load_rows(dx, row, live, vv, HV, V), s, dy, input_precision=PRECISION)
         dz = tl.dot(bn, ds, dz, input_precision=PRECISION)
     return dq, dy, dz
 
@@ -219,15 +208,13 @@ def _through(
     dz, held = tl.zeros((C, TK), tl.float32), tl.zeros((TK,), tl.float32)
     for tile in range(0, BV, TV):
         vv = tile + tl.arange(0, TV)
-        at, inside = c[:, None] * (HV * V) + vv[None, :], live[:, None] & (vv < V)[None, :]
         at_state, in_state = kk[None, :] * V + vv[:, None], (kk < K)[None, :] & (vv < V)[:, None]
-        bn, ds = tl.load(new + at, mask=inside, other=0.0), tl.load(dstates + at_state, mask=in_state, other=0.0)
+        bn, ds = load_rows(new, c, live, vv, HV, V), tl.load(dstates + at_state, mask=in_state, other=0.0)
         s = tl.load(states + at_state, mask=in_state, other=0.0)
         held += tl.sum(s.to(tl.float32) * ds.to(tl.float32), 0)
         dz = tl.dot(bn, ds.to(bn.dtype), dz, input_precision=PRECISION)
     rest = tl.cumsum(gates(g, c + 1, (c + 1 < C) & (c + 1 < left), kk, HV, K), 0, reverse=True)
-    x = tl.load(k + c[:, None] * (H * K) + kk[None, :], mask=live[:, None] & (kk < K)[None, :], other=0.0)
-    x = x.to(tl.float32) * row_factor(rk, c * H, live)[:, None]
+    x = _unit_rows(k, rk, c, live, kk, H, K)
     return x * tl.exp2(rest) * dz, held * tl.exp2(tl.sum(gates(g, c, live, kk, HV, K), 0))
 
 
@@ -238,34 +225,28 @@ def chunk_backward(
     BV: tl.constexpr, TK: tl.constexpr, TV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ and dK (of the unit rows of one value head) and dg of TK channels of one chunk, and their part of dbeta."""
-    entry = table + tl.program_id(0) * 4
-    place, first, length = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    head, left, base = tl.program_id(1), length - place * C, tl.cast(first + place * C, tl.int64)
-    hk, by_head = head // (HV // H), base * HV + head
-    q, k = q + (base * H + hk) * K, k + (base * H + hk) * K
+    by_head, key, left = chunk_place(table, H, HV, C)
+    q, k = q + key * K, k + key * K
     if rq is not None:
-        rq, rk = rq + base * H + hk, rk + base * H + hk
+        rq, rk = rq + key, rk + key
     g, beta, e, f = g + by_head * K, beta + by_head, e + by_head * C, f + by_head * C
     do, new, dx = do + by_head * V, new + by_head * V, dx + by_head * V
-    number = (tl.cast(tl.program_id(0), tl.int64) * HV + head) * K * V
+    number = chunk_number(HV) * K * V
     states, dstates = states + number, dstates + number
     dbetas += tl.cast(tl.program_id(2) + 1, tl.int64) * rows * HV + by_head
     i, c, kk = tl.arange(0, R), tl.arange(0, C), tl.program_id(2) * TK + tl.arange(0, TK)
-    in_c = (c < left)[:, None] & (kk < K)[None, :]
-    at_c = c[:, None] * (H * K) + kk[None, :]
     written, beyond = _through(k, rk, g, new, states, dstates, left, kk, H, HV, K, V, C, BV, TK, TV, PRECISION)
     blocks = tl.cdiv(tl.minimum(left, C), R)
     for done in range(blocks):
         block = blocks - 1 - done
         start = block * R
         row, live = start + i, start + i < left
-        inside = live[:, None] & (kk < K)[None, :]
         local, rest, earlier, later, before, after = block_decays(g, block, left, kk, HV, K, C, R)
         aq, y, z = _by_state(do, new, dx, states, dstates, row, live, kk, HV, K, V, R, BV, TK, TV, PRECISION)
         rise = tl.exp2(before[None, :] + local)
         aq, y, left_behind = aq * rise * scale, -y * rise, z * tl.exp2(rest + after[None, :])
 
-        x = tl.load(k + at_c, mask=in_c, other=0.0).to(tl.float32) * row_factor(rk, c * H, c < left)[:, None]
+        x = _unit_rows(k, rk, c, c < left, kk, H, K)
         near = tl.where((c < start)[:, None], x * tl.exp2(earlier), 0.0).to(do.dtype.element_ty)
         at, before_row = row[:, None] * (HV * C) + c[None, :], live[:, None] & (c < start)[None, :]
         be, bf = tl.load(e + at, mask=before_row, other=0.0), tl.load(f + at, mask=before_row, other=0.0)
@@ -273,10 +254,10 @@ def chunk_backward(
         aq += rise * tl.dot(be, near, input_precision=PRECISION)
         y += rise * tl.dot(bf, near, input_precision=PRECISION)
         fall, after_row = tl.exp2(later), live[:, None] & ((c >= start + R) & (c < left))[None, :]
-        x = x * tl.load(beta + c * HV, mask=c < left, other=0.0).to(tl.float32)[:, None] * fall
+        x = x * row_factor(beta, c * HV, c < left)[:, None] * fall
         at = c[None, :] * (HV * C) + row[:, None]
         far = tl.dot(tl.load(f + at, mask=after_row, other=0.0), x.to(do.dtype.element_ty), input_precision=PRECISION)
-        x = tl.load(q + at_c, mask=in_c, other=0.0).to(tl.float32) * row_factor(rq, c * H, c < left)[:, None] * fall
+        x = _unit_rows(q, rq, c, c < left, kk, H, K) * fall
         be = tl.load(e + at, mask=after_row, other=0.0)
         far = tl.dot(be, x.to(do.dtype.element_ty), far, input_precision=PRECISION)
         z = far * tl.exp2(rest)
@@ -291,13 +272,11 @@ def chunk_backward(
             tl.minimum(left - start, R), H, HV, K, C, R, TK,
         )  # fmt: skip
         aq, y, z = aq + pair_q, y + pair_y, z + pair_z
-        at = row[:, None] * (H * K) + kk[None, :]
-        xq = tl.load(q + at, mask=inside, other=0.0).to(tl.float32) * row_factor(rq, row * H, live)[:, None]
-        xk = tl.load(k + at, mask=inside, other=0.0).to(tl.float32) * row_factor(rk, row * H, live)[:, None]
+        xq, xk = _unit_rows(q, rq, row, live, kk, H, K), _unit_rows(k, rk, row, live, kk, H, K)
         tl.store(dbetas + row * HV, tl.sum(y * xk, 1), mask=live)
-        y = y * tl.load(beta + row * HV, mask=live, other=0.0).to(tl.float32)[:, None]
+        y = y * row_factor(beta, row * HV, live)[:, None]
         db = xq * aq + xk * (y - z)
-        at = row[:, None] * (HV * K) + kk[None, :]
+        at, inside = tile_at(row, live, kk, HV, K)
         # What a row leaves in the state decays in the rows after it only: summed over those, not subtracted from all,
         # so that a decay of nearly everything does not drown in the rounding of what it had no part in.
         earlier_rows = tl.where(row[:, None] > c[None, :], 1.0, 0.0)

@@ -75,16 +75,9 @@ def linear_cross_entropy_sum(
 class _LinearCrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        scale: float,
-        wanted: bool,
-        all_labelled: bool,
-        smoothing: float,
-    ) -> torch.Tensor:
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor,
+        scale: float, wanted: bool, all_labelled: bool, smoothing: float,
+    ) -> torch.Tensor:  # fmt: skip
         needs = [wanted and need for need in ctx.needs_input_grad[:3]]
         wide = torch.promote_types(hidden.dtype, torch.float32)
         head, shift, grad_weight, grad_bias = _begin(hidden, weight, bias, needs)
@@ -119,16 +112,9 @@ class _InPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        scale: float,
-        smoothing: float,
-        wanted: bool,
-        backend: str | None,
-    ) -> torch.Tensor:
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor,
+        scale: float, smoothing: float, wanted: bool, backend: str | None,
+    ) -> torch.Tensor:  # fmt: skip
         from halftune_kernels.ops.linear_cross_entropy.operators import LOSSES  # for GPUs and graphs
 
         needs = [wanted and need for need in ctx.needs_input_grad[:3]]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from halftune_kernels.channel_decay import ChannelDecay
-from halftune_kernels.chunk_scan import Chunks, Tensors, chunk_scan
+from halftune_kernels.chunk_scan import Chunks, Plan, Tensors, chunk_scan
 from halftune_kernels.memory import CUTS
 from halftune_kernels.ops.rwkv7 import GeneralisedDelta
 from halftune_kernels.triangular import unit_lower_inverse
@@ -28,10 +28,9 @@ CUT = CUTS["rwkv7"]
 def rwkv7(call: GeneralisedDelta) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `halftune_kernels.ops.rwkv7.rwkv7`; computes in fp32, or fp64 where ``r`` is."""
     r, w, k, v, a, b, scale, initial_state, segments, want_final = call
-    inputs, output = [x.flatten(0, 1) for x in (r, w, k, v, a, b)], (tuple(v.shape[3:]), v.dtype)
-    sizes, how = (k.shape[3], v.shape[3]), {"chunk": CUT.chunk, "units": CUT.units, "power_of_two": True}
-    scan = _GeneralisedDelta(scale)
-    o, final = chunk_scan(scan, inputs, initial_state, output, sizes, segments, want_final=want_final, **how)
+    inputs, sizes = [x.flatten(0, 1) for x in (r, w, k, v, a, b)], (k.shape[3], v.shape[3])
+    plan = Plan(segments, sizes[1:], v.dtype, sizes, want_final, CUT.chunk, CUT.units, power_of_two=True)
+    o, final = chunk_scan(_GeneralisedDelta(scale), inputs, initial_state, plan)
     return o.view(v.shape), final
 
 
@@ -74,10 +73,7 @@ class _GeneralisedDelta:
         read = None if state is None else torch.bmm(made.reading, state)
         values = self._values(made, inputs[3], read)
         o = torch.bmm(made.weights, values) if read is None else read[:, :size].baddbmm(made.weights, values)
-        if not going:
-            return o, None, ()
-        written = torch.bmm(made.writing[:going].transpose(1, 2), values[:going])
-        return o, made.decay.following(written, state), ()
+        return o, made.decay.following(made.writing, values, state, going), ()
 
     def backward(self, chunks: Chunks) -> tuple[Tensors, torch.Tensor | None]:
         inputs, state, d_out, d_state, _, _ = chunks

@@ -30,13 +30,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halftune_kernels.delta_kernels import LOG2E, block_decays, gates, read_back, store_inverse_of, vector
+from halftune_kernels.chunk_kernels import LOG2E, chunk_number, chunk_place, load_rows, tile_at
+from halftune_kernels.delta_kernels import block_decays, gates, read_back, store_inverse_of, vector
 
 
 @triton.jit
 def _rows(x, row, live, kk, H: tl.constexpr, K: tl.constexpr):
-    inside = live[:, None] & (kk < K)[None, :]
-    return tl.load(x + row[:, None] * (H * K) + kk[None, :], mask=inside, other=0.0).to(tl.float32)
+    return load_rows(x, row, live, kk, H, K).to(tl.float32)
 
 
 @triton.jit
@@ -48,13 +48,11 @@ def products(
     """One block of R rows of one chunk and head: rows of the four matrices, and r, a, k, b decayed for the scans.
 
     ``low`` gets -A'(a, b); rk and rb are scaled."""
-    entry = table + tl.program_id(0) * 4
-    place, first, length = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    head, block = tl.program_id(1), tl.program_id(2)
-    left, start = length - place * C, block * R
+    by_head, _, left = chunk_place(table, H, H, C)
+    block = tl.program_id(2)
+    start = block * R
     if start >= left:
         return
-    by_head = tl.cast(first + place * C, tl.int64) * H + head
     i, c = tl.arange(0, R), tl.arange(0, C)
     row, live = start + i, start + i < left
     r, w, k, a, b = r + by_head * K, w + by_head * K, k + by_head * K, a + by_head * K, b + by_head * K
@@ -83,7 +81,7 @@ def products(
         tl.store(bl + at, (_rows(b, row, live, kk, H, K) * fall).to(kind), mask=inside)
         if block == 0:
             total = tl.sum(gates(w, i, live, kk, H, K), 0) + after
-            tl.store(whole + (tl.cast(tl.program_id(0), tl.int64) * H + head) * K + kk, tl.exp2(total), mask=kk < K)
+            tl.store(whole + chunk_number(H) * K + kk, tl.exp2(total), mask=kk < K)
         run, run_a = (
             tl.zeros((R, TK), tl.float32),
             tl.zeros((R, TK), tl.float32),
@@ -120,22 +118,20 @@ def solve(
     BK: tl.constexpr, BV: tl.constexpr, TK: tl.constexpr, TV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """T, W and U of one chunk and head."""
-    entry = table + tl.program_id(0) * 4
-    place, first, length = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    row, left = tl.cast(first + place * C, tl.int64) * H + tl.program_id(1), length - place * C
+    row, _, left = chunk_place(table, H, H, C)
     ak, v, ae, w, u, t = ak + row * C, v + row * V, ae + row * K, w + row * K, u + row * V, t + row * C
     store_inverse_of(t, low + row * C, None, left, H, C)
     bt, c = read_back(t, left, H, C), tl.arange(0, C)
     live = c < left
     for tile in range(0, BK, TK):
         kk = tile + tl.arange(0, TK)
-        at, inside = c[:, None] * (H * K) + kk[None, :], live[:, None] & (kk < K)[None, :]
+        at, inside = tile_at(c, live, kk, H, K)
         x = tl.load(ae + at, mask=inside, other=0.0)
         tl.store(w + at, tl.dot(bt, x, input_precision=PRECISION).to(w.dtype.element_ty), mask=inside)
     read = tl.load(ak + c[:, None] * (H * C) + c[None, :], mask=live[:, None], other=0.0)
     for tile in range(0, BV, TV):
         vv = tile + tl.arange(0, TV)
-        at, inside = c[:, None] * (H * V) + vv[None, :], live[:, None] & (vv < V)[None, :]
+        at, inside = tile_at(c, live, vv, H, V)
         x = tl.dot(read, tl.load(v + at, mask=inside, other=0.0), input_precision=PRECISION).to(bt.dtype)
         tl.store(u + at, tl.dot(bt, x, input_precision=PRECISION).to(u.dtype.element_ty), mask=inside)
 
@@ -147,12 +143,9 @@ def square_gradients(
     BK: tl.constexpr, BV: tl.constexpr, TK: tl.constexpr, TV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """X, dV and the gradients of the four matrices, of one chunk and head."""
-    entry = table + tl.program_id(0) * 4
-    place, first, length = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    row = tl.cast(first + place * C, tl.int64) * H + tl.program_id(1)
-    number = (tl.cast(tl.program_id(0), tl.int64) * H + tl.program_id(1)) * K * V
-    c = tl.arange(0, C)
-    live = place * C + c < length
+    row, _, left = chunk_place(table, H, H, C)
+    number, c = chunk_number(H) * K * V, tl.arange(0, C)
+    live = c < left
     square = row * C + c[:, None] * (H * C) + c[None, :]
     brk, brb = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
     bak, bab = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
@@ -232,9 +225,8 @@ def _by_state(
     x, y = tl.zeros((row.shape[0], kk.shape[0]), tl.float32), tl.zeros((row.shape[0], kk.shape[0]), tl.float32)
     for tile in range(0, values, TV):
         vv = tile + tl.arange(0, TV)
-        at, inside = row[:, None] * (H * V) + vv[None, :], live[:, None] & (vv < V)[None, :]
         in_state = (kk < K)[None, :] & (vv < V)[:, None]
-        one, two = tl.load(left + at, mask=inside, other=0.0), tl.load(right + at, mask=inside, other=0.0)
+        one, two = load_rows(left, row, live, vv, H, V), load_rows(right, row, live, vv, H, V)
         s = tl.load(state + kk[None, :] * V + vv[:, None], mask=in_state, other=0.0).to(one.dtype)
         x = tl.dot(one, s, x, input_precision=PRECISION)
         y = tl.dot(two, s, y, input_precision=PRECISION)
@@ -267,13 +259,11 @@ def chunk_backward(
     """dr, dw, dk, da and db of TK channels of one chunk and head.
 
     values is V once more: as a constant it would let the compiler unroll the loops, and spill."""
-    entry = table + tl.program_id(0) * 4
-    place, first, length = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    left, by_head = length - place * C, tl.cast(first + place * C, tl.int64) * H + tl.program_id(1)
+    by_head, _, left = chunk_place(table, H, H, C)
     r, w, k, a, b = r + by_head * K, w + by_head * K, k + by_head * K, a + by_head * K, b + by_head * K
     erk, erb, eak, eab = erk + by_head * C, erb + by_head * C, eak + by_head * C, eab + by_head * C
     v, do, new, dx = v + by_head * V, do + by_head * V, new + by_head * V, dx + by_head * V
-    number = (tl.cast(tl.program_id(0), tl.int64) * H + tl.program_id(1)) * K * V
+    number = chunk_number(H) * K * V
     states, dstates = states + number, dstates + number
     i, c, kk = tl.arange(0, R), tl.arange(0, C), tl.program_id(2) * TK + tl.arange(0, TK)
     live_c = c < left
@@ -286,7 +276,7 @@ def chunk_backward(
     for done in range(blocks):
         start = (blocks - 1 - done) * R
         row, live = start + i, start + i < left
-        inside, at = live[:, None] & (kk < K)[None, :], row[:, None] * (H * K) + kk[None, :]
+        at, inside = tile_at(row, live, kk, H, K)
         local, rest, earlier, later, before, after = block_decays(w, blocks - 1 - done, left, kk, H, K, C, R)
         until = tl.cumsum(gates(w, row - 1, (i > 0) & live, kk, H, K), 0)
         square = start * (H * C) + start

@@ -18,10 +18,17 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from halftune_kernels.chunk_scan import LEAST_DECAY, Chunks, Tensors, chunk_scan
+from halftune_kernels.chunk_scan import Chunks, Tensors
 from halftune_kernels.memory import CUTS
-from halftune_kernels.ops.ssd import SimpleDecay
-from halftune_kernels.value_heads import by_row, by_value_head
+from halftune_kernels.ops.ssd.decay import SimpleDecay
+from halftune_kernels.value_heads import (
+    add_decayed,
+    by_row,
+    by_value_head,
+    head_decay,
+    leaving_decay_backward,
+    scan_by_key_head,
+)
 
 CUT = CUTS["ssd"]
 
@@ -29,27 +36,12 @@ CUT = CUTS["ssd"]
 def simple_decay(call: SimpleDecay) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `halftune_kernels.ops.ssd.simple_decay`."""
     q, k, v, g, w, scale, initial_state, segments, output_dtype = call
-    (batch, length, heads, width), groups = v.shape, q.shape[2]
-    each = heads // groups
-    by_group = [x.flatten(0, 1).unflatten(1, (groups, each)) for x in (v, g, *(() if w is None else (w,)))]
-    state = None
-    if initial_state is not None:  # [N, H, K, V] -> [N, G, K, R * V]
-        state = initial_state.unflatten(1, (groups, each)).transpose(2, 3).flatten(3)
-    units, together = CUT.of_groups(each)
-    o, final = chunk_scan(
-        _SimpleDecay(scale),
-        (q.flatten(0, 1), k.flatten(0, 1), *by_group),
-        state,
-        ((each, width), output_dtype),
-        (q.shape[3], each * width),
-        segments,
-        chunk=CUT.chunk,
-        units=units,
-        want_final=True,
-        together=together,
+    inputs = (q, k, v, g) if w is None else (q, k, v, g, w)
+    o, final = scan_by_key_head(
+        _SimpleDecay(scale), inputs, initial_state, segments, CUT, output_dtype, want_final=True
     )
     assert final is not None
-    return o.view(batch, length, heads, width), final.unflatten(3, (each, width)).transpose(2, 3).flatten(1, 2)
+    return o, final
 
 
 @dataclass(frozen=True)
@@ -59,19 +51,19 @@ class _Passed:
     Attributes:
         qk: [U, 2C, K] q over k.
         values: [U, R, C, V] weighted.
+        between: [U, R, C, C] D.
         rising, falling: [U, R, C, 1] e and l.
         whole: [U, 1, R, 1] exp(b_C).
-        decay: [U, R, C, C] D.
         products: [U, 1, C, C] Q K^T.
         states: [U - F, K, R * V] S.
     """
 
     qk: torch.Tensor
     values: torch.Tensor
+    between: torch.Tensor
     rising: torch.Tensor
     falling: torch.Tensor
     whole: torch.Tensor
-    decay: torch.Tensor
     products: torch.Tensor
     states: torch.Tensor
 
@@ -87,7 +79,7 @@ class _SimpleDecay:
     ) -> tuple[torch.Tensor, torch.Tensor | None, Tensors]:
         passed, following = self._pass(inputs, state, going, count)
         values, first, size = passed.values, len(passed.values) - len(passed.states), passed.values.shape[2]
-        o = torch.matmul(passed.products * passed.decay, values)
+        o = torch.matmul(passed.products * passed.between, values)
         if len(passed.states):
             read = torch.bmm(passed.qk[first:, :size], passed.states)
             o[first:].addcmul_(by_value_head(read, values), passed.rising[first:])
@@ -104,13 +96,13 @@ class _SimpleDecay:
         left, d_entering = _states_backward(passed, d_read, d_state, count)
         led = len(left)
 
-        d_pairs = torch.matmul(d_o, passed.values.transpose(2, 3)).mul_(passed.decay)
+        d_pairs = torch.matmul(d_o, passed.values.transpose(2, 3)).mul_(passed.between)
         d_products = d_pairs.sum(1)
         d_qk = torch.cat((torch.bmm(d_products, qk[:, size:]), torch.bmm(d_products.transpose(1, 2), qk[:, :size])), 1)
         written = by_row(passed.values[:led], passed.falling[:led])
         d_qk[:led, size:].baddbmm_(written, left.transpose(1, 2))
         asked = torch.bmm(qk[:led, size:], left)
-        d_values = torch.matmul((passed.products * passed.decay).transpose(2, 3), d_o)
+        d_values = torch.matmul((passed.products * passed.between).transpose(2, 3), d_o)
         d_values[:led].addcmul_(by_value_head(asked, d_values), passed.falling[:led])
 
         # b enters o through e and D's rows, and the state and D's columns with the other sign.
@@ -118,12 +110,7 @@ class _SimpleDecay:
         d_pairs.mul_(passed.products)
         d_pairs.diagonal(dim1=-2, dim2=-1).zero_()  # a row with itself does not decay: it would cancel up to rounding
         d_b = d_pairs.sum(-1, dtype=torch.float64) - d_pairs.sum(-2, dtype=torch.float64)
-        shares = asked.mul_(written).unflatten(2, (each, -1)).sum(-1).transpose(1, 2).double()
-        d_b[:led] -= shares
-        d_b[:led, :, -1] += shares.sum(-1)
-        if led > first:
-            passing = (passed.states[: led - first] * left[first:]).unflatten(2, (each, -1)).sum((1, 3))
-            d_b[first:led, :, -1] += passing * passed.whole[first:led, 0, :, 0]
+        leaving_decay_backward(d_b, asked.mul_(written), passed.states, left, passed.whole)
         if len(passed.states):
             d_qk[first:, :size].baddbmm_(d_read, passed.states.transpose(1, 2))
             read = torch.bmm(qk[first:, :size], passed.states).mul_(d_read)
@@ -148,18 +135,10 @@ class _SimpleDecay:
         else:
             values.copy_(v.transpose(1, 2))
         qk = torch.cat((q, k), 1)
-        # fp64 costs nothing here, and keeps the digits of a slow decay that follows a fast one
-        b = g.transpose(1, 2).double().clamp(min=LEAST_DECAY).cumsum(-1)
-        above = torch.ones(size, size, dtype=torch.bool, device=g.device).triu(1)
-        decay = (b[..., :, None] - b[..., None, :]).to(v.dtype).masked_fill_(above, -torch.inf).exp_()
-        last = b[..., -1:]
         passed = _Passed(
             qk=qk,
             values=values,
-            rising=b.exp().to(v.dtype)[..., None],
-            falling=(last - b).exp().to(v.dtype)[..., None],
-            whole=last.exp().to(v.dtype)[:, None],
-            decay=decay,
+            **head_decay(g)._asdict(),
             products=torch.bmm(qk[:, :size], qk[:, size:].transpose(1, 2))[:, None],
             states=v.new_empty(total - first, keys, each * width),
         )
@@ -172,7 +151,7 @@ class _SimpleDecay:
             leaving = added[start : start + units]
             if start >= first:
                 entered = passed.states[start - first :][: len(leaving)]
-                _add_decayed(leaving, entered, passed.whole[start:][: len(leaving)])
+                add_decayed(leaving, entered, passed.whole[start:][: len(leaving)])
             if start + units < total:
                 passed.states[start + units - first :][:units] = leaving
         return passed, added[total - units :] if going else None
@@ -190,12 +169,6 @@ def _states_backward(
     for start in reversed(range(first, total, units)):
         left = d_state if start + units == total else found[start + units - first :][:units]
         if left is not None:
-            _add_decayed(found[start - first :][: len(left)], left, passed.whole[start:][: len(left)])
+            add_decayed(found[start - first :][: len(left)], left, passed.whole[start:][: len(left)])
     inner = found if first else found[units:]
     return inner if d_state is None else torch.cat((inner, d_state)), None if first else found[:units]
-
-
-def _add_decayed(into: torch.Tensor, state: torch.Tensor, whole: torch.Tensor) -> None:
-    """Adds exp(b_C) S."""
-    split = (whole.shape[2], -1)
-    into.unflatten(2, split).addcmul_(state.unflatten(2, split), whole)

@@ -16,7 +16,7 @@ from halftune_kernels.arguments import (
     check_same_dtype,
     without_autocast,
 )
-from halftune_kernels.ops import ssd
+from halftune_kernels.ops.ssd.decay import simple_decay, simple_decay_step
 
 _SCAN, _UPDATE = "mamba2_chunk_scan", "mamba2_selective_state_update"
 
@@ -74,7 +74,7 @@ def mamba2_chunk_scan(
     wide = d_BTH.dtype if D is not None or z is not None else None
     where = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "backend": backend, "output_dtype": wide}
     decay_BTH, final = d_BTH * A.to(d_BTH.dtype), return_final_states
-    y, state_SHNP = ssd.simple_decay(
+    y, state_SHNP = simple_decay(
         C, B, hidden_states, decay_BTH, w=d_BTH, scale=1.0, initial_state=start, output_final_state=final, **where
     )
     y = _skip_and_gate(y, hidden_states, D, z)
@@ -135,7 +135,7 @@ def mamba2_selective_state_update(
     )
     step_BH = _time_step(dt, dt_bias, dt_softplus, (0.0, float("inf")))
     wide_BHNP = state.transpose(2, 3).to(step_BH.dtype, copy=True)
-    y = ssd.simple_decay_step(C, B, hidden_states, step_BH * A.to(step_BH.dtype), wide_BHNP, w=step_BH, scale=1.0)
+    y = simple_decay_step(C, B, hidden_states, step_BH * A.to(step_BH.dtype), wide_BHNP, w=step_BH, scale=1.0)
     state.copy_(wide_BHNP.transpose(2, 3))
     return _skip_and_gate(y, hidden_states, D, z)
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import torch
 
-from halftune_kernels.ops.ssd import SimpleDecay
+from halftune_kernels.ops.ssd.decay import SimpleDecay
 
 
 def simple_decay(call: SimpleDecay) -> tuple[torch.Tensor, torch.Tensor]:
