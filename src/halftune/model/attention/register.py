@@ -33,6 +33,7 @@ from halftune.model.attention.packed_rows import PackedRowMasks
 from halftune.plan import Plan
 from halftune.precision.dtypes import torch_dtype
 from halftune.precision.guard import Guard
+from halftune.precision.patched import hold_while_running, patched
 from halftune.precision.rebind import Scope, as_installed, installed
 
 _QK_NORM = re.compile(r"(^|\.)(q|k|v|qk|query|key)_?(layer_?)?norm$")
@@ -224,15 +225,11 @@ def guard_imported_kernels(model: nn.Module, *, remote_code: bool = False) -> No
         remote_code: whether the model has remote code.
     """
     if _imports_by_hand(remote_code):
-        from halftune.precision.patched import hold_while_running  # few models do
-
         hold_while_running(guarded_imports(remote_code=remote_code), model)
 
 
 def guarded_imports(*, remote_code: bool = False) -> Scope:
     """The scope of ``guard_imported_kernels``: while it is open, the current guard wraps those functions."""
-    from halftune.precision.patched import patched
-
     guard, functions = current_guard(), _functions(remote_code)
     if guard.compute == "fp32":  # the package has no fp32 kernels
         from halftune.attention.flash_in_torch import IN_TORCH

@@ -16,6 +16,7 @@ from halftune.core.errors import ModelError
 from halftune.core.log import get_logger
 from halftune.core.optional import need
 from halftune.model.files.architectures import no_progress_bars, read_config
+from halftune.model.load.packed_int4 import unpacked
 from halftune.plan import Plan
 from halftune.precision.dtypes import stays_fp32, torch_dtype
 
@@ -48,8 +49,6 @@ def load_arguments(folder: Path, plan: Plan, *, trust_remote_code: bool) -> dict
         raise ModelError(what, where=str(folder), code="model.quantization_unknown")
     config = read_config(folder, trust_remote_code=trust_remote_code)
     if method in ("gptq", "awq"):
-        from halftune.model.load.packed_int4 import unpacked  # few checkpoints are packed
-
         settings = vars(config).pop("quantization_config")
         return {"config": config, "state_dict": unpacked(folder, settings, torch_dtype(plan.precision.storage.value))}
     if package := format_of(method).package:
@@ -113,7 +112,7 @@ def prepare_merge(model: PreTrainedModel, plan: Plan) -> None:
     with no_progress_bars():
         model.dequantize(dtype=torch.float32)
     if plan.weights.experts:
-        from halftune.model.load.quantised_experts import dequantise  # few runs quantise experts
+        from halftune.model.load.quantised_experts import dequantise  # imports bitsandbytes
 
         dequantise(model)
     model.float().requires_grad_(False)  # layers of the checkpoint that are not quantised keep their format otherwise

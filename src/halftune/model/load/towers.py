@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -34,10 +34,8 @@ from halftune.core.log import get_logger
 from halftune.model.attention.packing_check import REFUSALS, VOCABULARY, randomise, shrunk_config, silent
 from halftune.model.files.architectures import multimodal_auto
 from halftune.model.files.load_errors import first_line
+from halftune.model.load.lazy_weights import LazyWeights, why_not
 from halftune.model.load.runtime_buffers import without_weights
-
-if TYPE_CHECKING:
-    from halftune.model.load.lazy_weights import LazyWeights
 
 _HEADS_OF: weakref.WeakKeyDictionary[nn.Module, tuple[Path, tuple[str, ...]]] = weakref.WeakKeyDictionary()
 
@@ -271,8 +269,6 @@ def _check_found(model: PreTrainedModel, towers: Towers, files: LazyWeights) -> 
     found = {id(one) for name, one in named if files.sources([name])}
     lost = next((name for name, one in named if id(one) not in found), "")
     if lost:
-        from halftune.model.load.lazy_weights import why_not
-
         what = f"cannot find the source of {lost} in the checkpoint{'; ' if (why := why_not()) else ''}{why}"
         raise ModelError(
             what,

@@ -24,7 +24,7 @@ from halftune.model.adapters import attach_adapter
 from halftune.model.attention.register import cast_qk_to_compute_dtype, route_experts
 from halftune.model.files.architectures import multimodal_auto, no_progress_bars, own_architectures, remote_class
 from halftune.model.files.architectures import read_config as read_checkpoint_config
-from halftune.model.load.load import mark_kept_by_code
+from halftune.model.load.own_dtypes import mark_kept_by_code
 from halftune.model.load.remote_code import attention_for, remote_code_error
 from halftune.model.load.runtime_buffers import compute_in_fp32
 from halftune.model.load.towers import for_parts
