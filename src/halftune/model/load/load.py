@@ -11,14 +11,10 @@ from transformers import PreTrainedModel
 from halftune.config.facts.safetensors_headers import read_headers
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
+from halftune.model.attention.experts import route_experts
 from halftune.model.attention.linear import route_linear_layers
-from halftune.model.attention.register import (
-    cast_qk_to_compute_dtype,
-    current_guard,
-    guard_imported_kernels,
-    register_attention,
-    route_experts,
-)
+from halftune.model.attention.qk_dtype import cast_qk_to_compute_dtype
+from halftune.model.attention.register import current_guard, guard_imported_kernels, register_attention
 from halftune.model.files.architectures import is_multimodal, read_config, remote_class, runs_its_code
 from halftune.model.files.locate import locate
 from halftune.model.load.checkpoint import Loading, check_complete, read
@@ -95,7 +91,7 @@ def _use_towers(model: PreTrainedModel, load: Loading) -> None:
     used = load.plan.towers is not None and load.plan.towers.value == "used"
     detach_towers(model, None if used else towers_called_for_text(load.config), load.files)
     if used:
-        guard_towers(model, load.plan)
+        guard_towers(model, load.plan, load.attention)
 
 
 def _grow_vocabulary(model: PreTrainedModel, load: Loading) -> None:

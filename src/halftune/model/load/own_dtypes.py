@@ -1,4 +1,10 @@
-"""Weights with a dtype of their own: those of ``keep_fp32`` and ``train_only``, and those of the model's code."""
+"""Weights with a dtype of their own: those of ``keep_fp32`` and ``train_only``, and those of the model's code.
+
+transformers reads them in it (``in_own_dtypes``). ``mark_kept_by_code`` marks those that no pattern of the plan
+names, so that adapters, FSDP2 and saving treat them alike. Everything else has its dtype by other means: buffers that
+no checkpoint contains (``runtime_buffers``), 4-bit layers (``quantised``), adapters (``cast_adapter``); and under
+autocast, query and key (``attention.qk_dtype``) and experts (``attention.experts``).
+"""
 
 from __future__ import annotations
 
@@ -50,7 +56,7 @@ def mark_kept_by_code(model: PreTrainedModel, plan: Plan) -> None:
     precision = plan.precision
     storage, patterns = precision.storage.value, precision.keep_fp32.value
     formats: set[Format] = {storage, precision.compute.value, precision.saved.value}
-    asked = _kept_by_class(model, formats - {"fp32"})
+    asked = kept_by_class(model, formats)
     saved = model.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
     for name, tensor in (*model.named_parameters(), *buffers):
@@ -62,7 +68,8 @@ def mark_kept_by_code(model: PreTrainedModel, plan: Plan) -> None:
             log.info("%s stays fp32 (required by the model's code)", name)
 
 
-def _kept_by_class(model: PreTrainedModel, formats: set[Format]) -> re.Pattern[str]:
-    """Names of weights that the model's class keeps in fp32 for any of the half formats."""
-    listed = [entry for half in sorted(formats) for entry in model._get_dtype_plan(torch_dtype(half))]
+def kept_by_class(model: PreTrainedModel, formats: set[Format]) -> re.Pattern[str]:
+    """Names of weights that the model's class keeps in fp32 for any of the half formats among ``formats``."""
+    halves = sorted(formats - {"fp32"})
+    listed = [entry for half in halves for entry in model._get_dtype_plan(torch_dtype(half))]
     return re.compile("|".join(entry.replace("*", ".*") for entry in listed) or r"(?!)")

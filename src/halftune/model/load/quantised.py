@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ from halftune.core.errors import ModelError
 from halftune.core.log import get_logger
 from halftune.core.optional import need
 from halftune.model.files.architectures import no_progress_bars, read_config
+from halftune.model.load.own_dtypes import kept_by_class
 from halftune.model.load.packed_int4 import unpacked
 from halftune.plan import Plan
-from halftune.precision.dtypes import stays_fp32, torch_dtype
+from halftune.precision.dtypes import torch_dtype
 
 
 def quantisation(folder: Path) -> str | None:
@@ -61,17 +61,15 @@ def load_arguments(folder: Path, plan: Plan, *, trust_remote_code: bool) -> dict
 def store_as_planned(model: PreTrainedModel, plan: Plan) -> None:
     """Cast the weights of a quantised checkpoint that are not quantised in memory to the storage dtype.
 
-    transformers keeps their stored dtype, whatever dtype was requested. ``keep_fp32`` weights become fp32.
+    transformers keeps their stored dtype, whatever dtype was requested. Inside ``in_own_dtypes``: its names become
+    fp32.
     """
     storage = torch_dtype(plan.precision.storage.value)
-    listed = model._get_dtype_plan(storage) if storage is not torch.float32 else {}
-    own = re.compile("|".join(entry.replace("*", ".*") for entry in listed) or r"(?!)")
-    patterns = plan.precision.keep_fp32.value
+    own = kept_by_class(model, {plan.precision.storage.value})
     for name, parameter in model.named_parameters():
         packed = type(parameter).__module__.startswith("bitsandbytes")  # whose bytes may be held as floats
         if parameter.is_floating_point() and not packed:
-            kept = stays_fp32(name, None, patterns) or own.search(name)
-            parameter.data = parameter.data.to(torch.float32 if kept else storage)
+            parameter.data = parameter.data.to(torch.float32 if own.search(name) else storage)
 
 
 def compute_as_planned(model: nn.Module, plan: Plan, *, for_training: bool) -> int:

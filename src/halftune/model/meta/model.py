@@ -21,7 +21,8 @@ from halftune.config.run import RunConfig
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import HalftuneError, ModelError
 from halftune.model.adapters import attach_adapter
-from halftune.model.attention.register import cast_qk_to_compute_dtype, route_experts
+from halftune.model.attention.experts import route_experts
+from halftune.model.attention.qk_dtype import cast_qk_to_compute_dtype
 from halftune.model.files.architectures import multimodal_auto, no_progress_bars, own_architectures, remote_class
 from halftune.model.files.architectures import read_config as read_checkpoint_config
 from halftune.model.load.own_dtypes import mark_kept_by_code
