@@ -22,7 +22,8 @@ from halftune.data.batch import LABEL_POSITIONS
 from halftune.data.store import NO_LABEL
 from halftune.model.attention.register import registered_attention
 from halftune.model.policy import logprobs as logprobs_file
-from halftune.model.policy.head import HeadRows, cross_entropy_sum, hidden_instead_of_logits
+from halftune.model.policy.cross_entropy import cross_entropy_sum
+from halftune.model.policy.head import HeadRows, hidden_instead_of_logits
 from halftune.model.policy.logprobs import logprobs
 from halftune.model.policy.policy import PolicyModel, check_router_loss
 

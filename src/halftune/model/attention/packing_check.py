@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from halftune.core.choice import Choice
 from halftune.core.errors import HalftuneError, ModelError
+from halftune.model.attention.linear import routed_linear_layers
 from halftune.model.attention.register import registered_attention
 from halftune.model.files.load_errors import first_line
 from halftune.plan import Plan
@@ -97,11 +98,7 @@ def packing_verdict(
 
 
 def _routed_linear_layers(model: PreTrainedModel, plan: Plan) -> AbstractContextManager[None]:
-    if plan.attention.linear.value == "none":
-        return nullcontext()
-    from halftune.model.attention.linear import routed_linear_layers  # imports the operators
-
-    return routed_linear_layers(model, plan)
+    return nullcontext() if plan.attention.linear.value == "none" else routed_linear_layers(model, plan)
 
 
 def _raised_by_us(error: BaseException) -> bool:

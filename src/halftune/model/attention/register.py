@@ -2,122 +2,31 @@
 
 A model built with the returned ``attn_implementation`` calls our function in every layer. The names never
 contain "flash": transformers would search the hub for it.
-
-Two casts keep a model in its compute dtype: the operands of grouped expert matmuls (autocast has no rule for
-``grouped_mm``, which would compute in fp32 at several times the cost), and the outputs of rotary embeddings and
-query/key norms, which type promotion would widen.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from itertools import chain, count
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from halftune.attention.backends import backend_of
 from halftune.attention.contract import ENTRY_POINTS, FLEX_ENTRY_POINT, ROTARY_ENTRY_POINT, EntryPoint, lacks_backward
 from halftune.attention.varlen import attention_callable
 from halftune.core.errors import ModelError
-from halftune.core.log import get_logger
 from halftune.core.table import named
 from halftune.model.attention.packed_rows import PackedRowMasks
 from halftune.plan import Plan
-from halftune.precision.dtypes import torch_dtype
 from halftune.precision.guard import Guard
+from halftune.precision.patched import hold_while_running, patched
 from halftune.precision.rebind import Scope, as_installed, installed
-
-_QK_NORM = re.compile(r"(^|\.)(q|k|v|qk|query|key)_?(layer_?)?norm$")
-
-
-def cast_qk_to_compute_dtype(model: nn.Module, plan: Plan) -> None:
-    """Cast the outputs of rotary modules and query/key norms to the compute dtype under autocast.
-
-    Cosines and sines are computed in fp32 and returned in the dtype of the hidden states: with fp32 master weights,
-    ``q * cos`` would promote query and key to fp32 in every layer. A norm's fp32 weight has the same effect. Tables,
-    weights and the norm's arithmetic stay fp32; only the outputs are rounded, as autocast would.
-    """
-    if not plan.precision.autocast.value:
-        return
-    cast = partial(_cast, torch_dtype(plan.precision.compute.value))
-    for name, module in model.named_modules():
-        if type(module).__name__.endswith("RotaryEmbedding") or _QK_NORM.search(name):
-            module.register_forward_hook(cast)
-
-
-def _cast(compute: torch.dtype, _module: nn.Module, _inputs: tuple, output: Any) -> Any:
-    """A forward hook: the output in the compute dtype; None, which keeps it, outside autocast."""
-    tensors = output if isinstance(output, tuple) else (output,)
-    if not all(isinstance(tensor, torch.Tensor) and tensor.is_floating_point() for tensor in tensors):
-        return None  # complex tables: the model casts the rotated result back
-    if not torch.is_autocast_enabled(tensors[0].device.type):
-        return None
-    cast = tuple(tensor.to(compute) for tensor in tensors)
-    return cast if isinstance(output, tuple) else cast[0]
-
-
-log = get_logger(__name__)
-
-NAME, GROUPED, LOOP = "halftune_grouped_mm", "grouped_mm", "eager"
-
-
-def route_experts(model: nn.Module, plan: Plan) -> int:
-    """Make grouped experts compute in autocast's dtype; returns the number of such layers.
-
-    Does nothing without autocast. A loop over experts consists of linear layers, which autocast casts; other values of
-    ``experts_implementation`` in config.json are overridden. Registers one entry in transformers' table of experts.
-    """
-    if not plan.precision.autocast.value:
-        return 0
-    experts: list[Any] = [module for module in model.modules() if "_is_expert_parallel" in vars(module)]
-    grouped = [module for module in experts if module.config._experts_implementation not in (NAME, LOOP)]
-    if grouped:
-        ALL_EXPERTS_FUNCTIONS.register(NAME, in_autocast)
-        for module in grouped:
-            module.config._experts_implementation = NAME
-    if experts:
-        how, dtype = GROUPED if grouped else "a loop", plan.precision.compute.value
-        log.info("experts of %d layers use %s in %s", len(experts), how, dtype)
-    return len(grouped)
-
-
-def in_autocast(
-    module: nn.Module, hidden_NC: torch.Tensor, chosen_NK: torch.Tensor, weights_NK: torch.Tensor
-) -> torch.Tensor:
-    """``grouped_mm`` with operands in autocast's dtype; the result has the dtype of ``hidden_NC``.
-
-    Args:
-        module: experts of one layer.
-        hidden_NC: ``[N, C]`` tokens.
-        chosen_NK: ``[N, K]`` expert indices of each token.
-        weights_NK: ``[N, K]`` expert weights; the sum over experts has their dtype.
-    """
-    compute = ALL_EXPERTS_FUNCTIONS[GROUPED]
-    kind = hidden_NC.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return compute(module, hidden_NC, chosen_NK, weights_NK)
-    dtype = torch.get_autocast_dtype(kind)
-    return compute(_Cast(module, dtype), hidden_NC.to(dtype), chosen_NK, weights_NK).to(hidden_NC.dtype)
-
-
-class _Cast:
-    """A view of a module with its floating parameters cast to another dtype; gradients reach the parameters."""
-
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        self._module, self._dtype = module, dtype
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._module, name)
-        return value.to(self._dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
 
 OWN = "eager"  # the attn_implementation of models that do not use transformers' interface
 
@@ -135,8 +44,7 @@ class Registration:
     guard: Guard
 
 
-_registered: dict[tuple[Any, ...], Registration] = {}
-_current: list[Registration] = []  # the latest last
+_registered: dict[tuple[Any, ...], Registration] = {}  # the latest last
 
 
 def register_attention(plan: Plan) -> str:
@@ -155,29 +63,38 @@ def register_attention(plan: Plan) -> str:
         MissingPackageError: the plan names a kernel package that is not installed.
     """
     attention, compute = plan.attention, plan.precision.compute.value
-    if attention.provider.value == "model":
-        _current.append(Registration(OWN, Guard(attention.guard, compute)))  # type: ignore[arg-type]
-        return OWN
     routes = (attention.softmax.value, attention.provider.value, attention.varlen.value)
     key = (*routes, attention.guard, compute, plan.batch.packing.value)
-    if key in _registered:
-        name = _registered[key].name
+    guard = Guard(attention.guard, compute)  # type: ignore[arg-type]
+    if attention.provider.value == "model":
+        name = OWN
     else:
-        taken = {registration.name for registration in _registered.values()}
-        stem = f"halftune_{attention.softmax.value}"
-        names = (stem if number == 1 else f"{stem}_{number}" for number in range(1, len(taken) + 2))
-        name = next(name for name in names if name not in taken)
-    _registered[key] = registration = Registration(name, Guard(attention.guard, compute))  # type: ignore[arg-type]
+        name = _registered[key].name if key in _registered else _unused_name(attention.softmax.value)
+        _register(name, guard, plan)
+    _registered.pop(key, None)
+    _registered[key] = Registration(name, guard)
+    return name
+
+
+def _unused_name(softmax: str) -> str:
+    taken = {registration.name for registration in _registered.values()}
+    numbered = (f"halftune_{softmax}_{number}" for number in count(2))
+    return next(name for name in chain([f"halftune_{softmax}"], numbered) if name not in taken)
+
+
+def _register(name: str, guard: Guard, plan: Plan) -> None:
     with as_installed():  # a compiled model may still have guarded package functions
-        attend = attention_callable(attention)
-    mask = named(backend_of(attention.softmax.value, attention.provider.value).mask)
+        attend = attention_callable(plan.attention)
+    mask = named(backend_of(plan.attention.softmax.value, plan.attention.provider.value).mask)
     if plan.batch.packing.value:
         packed_masks = PackedRowMasks()
         attend, mask = packed_masks.attention(attend), packed_masks.mask(mask)
-    AttentionInterface.register(name, registration.guard.attention(attend))
+    AttentionInterface.register(name, guard.attention(attend))
     AttentionMaskInterface.register(name, mask)
-    _current.append(registration)
-    return name
+
+
+def _latest() -> Registration | None:
+    return next(reversed(_registered.values()), None)
 
 
 def current_guard() -> Guard:
@@ -186,24 +103,21 @@ def current_guard() -> Guard:
     Raises:
         ModelError: no attention has been registered yet.
     """
-    if not _current:
+    if (latest := _latest()) is None:
         raise ModelError("no attention is registered", remedy="load a model first", code="model.wrong_use")
-    return _current[-1].guard
-
-
-def current_name() -> str:
-    """The ``attn_implementation`` of the latest registration."""
-    return _current[-1].name
+    return latest.guard
 
 
 def is_unguarded() -> bool:
     """Whether the latest registration's guard is off."""
-    return bool(_current) and _current[-1].guard.mode == "off"
+    latest = _latest()
+    return latest is not None and latest.guard.mode == "off"
 
 
 def probe_pass() -> AbstractContextManager[None]:
     """Context of a forward pass that only inspects a model; see ``Guard.probe_pass``."""
-    return _current[-1].guard.probe_pass() if _current else nullcontext()
+    latest = _latest()
+    return nullcontext() if latest is None else latest.guard.probe_pass()
 
 
 def importing(*, remote_code: bool) -> Scope:
@@ -224,15 +138,11 @@ def guard_imported_kernels(model: nn.Module, *, remote_code: bool = False) -> No
         remote_code: whether the model has remote code.
     """
     if _imports_by_hand(remote_code):
-        from halftune.precision.patched import hold_while_running  # few models do
-
         hold_while_running(guarded_imports(remote_code=remote_code), model)
 
 
 def guarded_imports(*, remote_code: bool = False) -> Scope:
     """The scope of ``guard_imported_kernels``: while it is open, the current guard wraps those functions."""
-    from halftune.precision.patched import patched
-
     guard, functions = current_guard(), _functions(remote_code)
     if guard.compute == "fp32":  # the package has no fp32 kernels
         from halftune.attention.flash_in_torch import IN_TORCH
@@ -274,7 +184,7 @@ def capability_of(tensor: torch.Tensor) -> tuple[int, int] | None:
 @contextmanager
 def registered_attention(plan: Plan) -> Iterator[str]:
     """``register_attention`` inside a block; restores the interface and the current guard afterwards."""
-    before, current = dict(_registered), list(_current)
+    before = dict(_registered)
     interfaces = (AttentionInterface, AttentionMaskInterface)
     mappings = [(interface._global_mapping, dict(interface._global_mapping)) for interface in interfaces]
     try:
@@ -282,7 +192,6 @@ def registered_attention(plan: Plan) -> Iterator[str]:
     finally:
         _registered.clear()
         _registered.update(before)
-        _current[:] = current
         for mapping, entries in mappings:
             mapping.clear()
             mapping.update(entries)

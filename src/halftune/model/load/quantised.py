@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,10 @@ from halftune.core.errors import ModelError
 from halftune.core.log import get_logger
 from halftune.core.optional import need
 from halftune.model.files.architectures import no_progress_bars, read_config
+from halftune.model.load.own_dtypes import kept_by_class
+from halftune.model.load.packed_int4 import unpacked
 from halftune.plan import Plan
-from halftune.precision.dtypes import stays_fp32, torch_dtype
+from halftune.precision.dtypes import torch_dtype
 
 
 def quantisation(folder: Path) -> str | None:
@@ -48,8 +49,6 @@ def load_arguments(folder: Path, plan: Plan, *, trust_remote_code: bool) -> dict
         raise ModelError(what, where=str(folder), code="model.quantization_unknown")
     config = read_config(folder, trust_remote_code=trust_remote_code)
     if method in ("gptq", "awq"):
-        from halftune.model.load.packed_int4 import unpacked  # few checkpoints are packed
-
         settings = vars(config).pop("quantization_config")
         return {"config": config, "state_dict": unpacked(folder, settings, torch_dtype(plan.precision.storage.value))}
     if package := format_of(method).package:
@@ -62,17 +61,15 @@ def load_arguments(folder: Path, plan: Plan, *, trust_remote_code: bool) -> dict
 def store_as_planned(model: PreTrainedModel, plan: Plan) -> None:
     """Cast the weights of a quantised checkpoint that are not quantised in memory to the storage dtype.
 
-    transformers keeps their stored dtype, whatever dtype was requested. ``keep_fp32`` weights become fp32.
+    transformers keeps their stored dtype, whatever dtype was requested. Inside ``in_own_dtypes``: its names become
+    fp32.
     """
     storage = torch_dtype(plan.precision.storage.value)
-    listed = model._get_dtype_plan(storage) if storage is not torch.float32 else {}
-    own = re.compile("|".join(entry.replace("*", ".*") for entry in listed) or r"(?!)")
-    patterns = plan.precision.keep_fp32.value
+    own = kept_by_class(model, {plan.precision.storage.value})
     for name, parameter in model.named_parameters():
         packed = type(parameter).__module__.startswith("bitsandbytes")  # whose bytes may be held as floats
         if parameter.is_floating_point() and not packed:
-            kept = stays_fp32(name, None, patterns) or own.search(name)
-            parameter.data = parameter.data.to(torch.float32 if kept else storage)
+            parameter.data = parameter.data.to(torch.float32 if own.search(name) else storage)
 
 
 def compute_as_planned(model: nn.Module, plan: Plan, *, for_training: bool) -> int:
@@ -113,7 +110,7 @@ def prepare_merge(model: PreTrainedModel, plan: Plan) -> None:
     with no_progress_bars():
         model.dequantize(dtype=torch.float32)
     if plan.weights.experts:
-        from halftune.model.load.quantised_experts import dequantise  # few runs quantise experts
+        from halftune.model.load.quantised_experts import dequantise  # imports bitsandbytes
 
         dequantise(model)
     model.float().requires_grad_(False)  # layers of the checkpoint that are not quantised keep their format otherwise

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, initialization
 
 from halftune.config.sections.model import ModelSection
 from halftune.core.log import get_logger
+from halftune.model.load.remote_code import remote_code_error
 from halftune.precision.record.steps import HALF
 
 log = get_logger(__name__)
@@ -131,8 +132,6 @@ def _rebuilt(model: PreTrainedModel, section: ModelSection) -> nn.Module:
             torch.set_default_dtype(torch.float32)
             return type(model)(config)
     except Exception as error:  # the model's own code may raise anything
-        from halftune.model.load.remote_code import remote_code_error
-
         raise remote_code_error(error, section, None) from error
     finally:
         torch.set_default_dtype(before)

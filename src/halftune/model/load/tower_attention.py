@@ -19,7 +19,7 @@ from halftune.config.facts.media import TOWERS_WITH_BOUNDS
 from halftune.core.choice import Choice
 from halftune.core.log import get_logger
 from halftune.core.table import named
-from halftune.model.attention.register import OWN, current_guard, current_name
+from halftune.model.attention.register import OWN, current_guard
 from halftune.model.load.towers import towers_of
 from halftune.plan import Plan
 from halftune.precision.rebind import as_installed
@@ -27,7 +27,7 @@ from halftune.precision.rebind import as_installed
 log = get_logger(__name__)
 
 
-def guard_towers(model: PreTrainedModel, plan: Plan) -> None:
+def guard_towers(model: PreTrainedModel, plan: Plan, registered: str) -> None:
     """Register the attention of a model's towers and make the towers call it.
 
     A tower's config gets a name with ``flash`` for FlashAttention: this is how transformers' code knows that it may
@@ -36,8 +36,9 @@ def guard_towers(model: PreTrainedModel, plan: Plan) -> None:
     Args:
         model: as loaded, with its towers; its own attention is registered.
         plan: gives the backend.
+        registered: name of the model's own attention.
     """
-    towers, registered = towers_of(model), current_name()
+    towers = towers_of(model)
     if towers is None or registered == OWN:
         return
     for name in towers.names:

@@ -13,13 +13,12 @@ import json
 import re
 import shutil
 import sys
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -34,12 +33,11 @@ from halftune.core.log import get_logger
 from halftune.model.attention.packing_check import REFUSALS, VOCABULARY, randomise, shrunk_config, silent
 from halftune.model.files.architectures import multimodal_auto
 from halftune.model.files.load_errors import first_line
+from halftune.model.load.lazy_weights import LazyWeights, why_not
 from halftune.model.load.runtime_buffers import without_weights
 
-if TYPE_CHECKING:
-    from halftune.model.load.lazy_weights import LazyWeights
-
-_HEADS_OF: weakref.WeakKeyDictionary[nn.Module, tuple[Path, tuple[str, ...]]] = weakref.WeakKeyDictionary()
+# Attributes of a loaded model. A model around it (peft's) passes attributes on, but has no towers of its own.
+_TOWERS, _PREDICTION_HEADS = "halftune_towers", "halftune_prediction_heads"
 
 
 def record_prediction_heads(model: PreTrainedModel, folder: Path, unexpected: Iterable[str]) -> None:
@@ -54,7 +52,7 @@ def record_prediction_heads(model: PreTrainedModel, folder: Path, unexpected: It
     layers: int = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", sys.maxsize)
     found, unexpected = prediction_heads(read_headers(folder), layers), set(unexpected)
     if names := tuple(name for name in found if name in unexpected or ignored.search(name)):
-        _HEADS_OF[model] = (folder, names)
+        setattr(model, _PREDICTION_HEADS, (folder, names))
         log.info(
             "copying %d tensors for multi-token prediction unchanged, first %s, from %s", len(names), names[0], folder
         )
@@ -66,7 +64,8 @@ def stored_prediction_heads(model: nn.Module) -> Iterator[tuple[str, torch.Tenso
     Raises:
         OSError, SafetensorError: while iterating, a file is missing or was replaced.
     """
-    return as_stored(*_HEADS_OF[model]) if model in _HEADS_OF else None
+    found = vars(model).get(_PREDICTION_HEADS)
+    return None if found is None else as_stored(*found)
 
 
 def as_stored(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -159,17 +158,14 @@ def _describes(name: str, text: str) -> bool:
     return name.endswith("_config") and name not in (text, "quantization_config", "generation_config")
 
 
-_OF: weakref.WeakKeyDictionary[nn.Module, Towers] = weakref.WeakKeyDictionary()
-
-
 def towers_of(model: nn.Module) -> Towers | None:
     """The towers of a model from ``load_model``; None for a plain language model."""
-    return _OF.get(model)
+    return vars(model).get(_TOWERS)
 
 
 def set_towers(model: nn.Module, towers: Towers) -> None:
     """Record a model's towers."""
-    _OF[model] = towers
+    setattr(model, _TOWERS, towers)
 
 
 class NotLoaded(nn.Module):
@@ -248,7 +244,8 @@ def detach_towers(model: PreTrainedModel, called: frozenset[str] | None, files: 
     _check_found(model, towers, files)
     others, kind = tensors_around(files.folder), type(model).__name__
     sources = {name: tuple(files.sources([name])) for name in own}
-    _OF[model] = towers = Towers(files.folder, names, (*sorted(files.sources(own)), *others), names, sources)
+    towers = Towers(files.folder, names, (*sorted(files.sources(own)), *others), names, sources)
+    set_towers(model, towers)
     frozen = [one for name, one in model.named_parameters() if towers.own(name)]
     for parameter in frozen:
         parameter.requires_grad_(False)
@@ -271,8 +268,6 @@ def _check_found(model: PreTrainedModel, towers: Towers, files: LazyWeights) -> 
     found = {id(one) for name, one in named if files.sources([name])}
     lost = next((name for name, one in named if id(one) not in found), "")
     if lost:
-        from halftune.model.load.lazy_weights import why_not
-
         what = f"cannot find the source of {lost} in the checkpoint{'; ' if (why := why_not()) else ''}{why}"
         raise ModelError(
             what,

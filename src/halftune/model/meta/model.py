@@ -21,10 +21,11 @@ from halftune.config.run import RunConfig
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import HalftuneError, ModelError
 from halftune.model.adapters import attach_adapter
-from halftune.model.attention.register import cast_qk_to_compute_dtype, route_experts
+from halftune.model.attention.experts import route_experts
+from halftune.model.attention.qk_dtype import cast_qk_to_compute_dtype
 from halftune.model.files.architectures import multimodal_auto, no_progress_bars, own_architectures, remote_class
 from halftune.model.files.architectures import read_config as read_checkpoint_config
-from halftune.model.load.load import mark_kept_by_code
+from halftune.model.load.own_dtypes import mark_kept_by_code
 from halftune.model.load.remote_code import attention_for, remote_code_error
 from halftune.model.load.runtime_buffers import compute_in_fp32
 from halftune.model.load.towers import for_parts

@@ -17,7 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from halftune.model.policy.head import HeadRows, cross_entropy_rows, scratch_rows
+from halftune.model.policy.cross_entropy import cross_entropy_rows, scratch_rows
+from halftune.model.policy.head import HeadRows
 
 
 def divergences(own: HeadRows, teacher: HeadRows, beta: float, temperature: float, chunk: int) -> torch.Tensor:

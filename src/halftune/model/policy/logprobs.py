@@ -9,7 +9,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from halftune.model.policy.head import HeadRows, cross_entropy_rows, scratch_rows
+from halftune.model.policy.cross_entropy import cross_entropy_rows, scratch_rows
+from halftune.model.policy.head import HeadRows
 
 _KEPT_BYTES = 64 << 20  # fp32 logits of a batch that are kept for the backward pass; more are computed again
 

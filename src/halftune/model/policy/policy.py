@@ -21,10 +21,12 @@ from halftune.core.errors import ModelError, PlanError
 from halftune.data.batch import LABEL_POSITIONS, Batch
 from halftune.data.store import NO_LABEL
 from halftune.model.attention.packed_rows import known_packed
+from halftune.model.load.score_head import token_scores
+from halftune.model.policy.cross_entropy import cross_entropy_sum
+from halftune.model.policy.divergence import divergences
 from halftune.model.policy.head import (
     Head,
     HeadRows,
-    cross_entropy_sum,
     decoder_of,
     head_loss_sum,
     hidden_instead_of_logits,
@@ -35,6 +37,7 @@ from halftune.model.policy.head import (
     plain_head,
     rows_at_a_time,
 )
+from halftune.model.policy.logprobs import logprobs
 
 
 @dataclass(frozen=True)
@@ -79,14 +82,10 @@ class PolicyModel:
         # a compiled graph would not see the replaced head
         compiled = whole._compiled_call_impl is not None
         head = None if compiled else plain_head(base, inputs)
-        takes_positions = _takes_positions(type(base))
-        if takes_positions:
-            inputs["logits_to_keep"] = positions
         if self.router_loss is not None:
             inputs["output_router_logits"] = self.router_loss != 0 and torch.is_grad_enabled()
-        with known_packed("cu_seq_lens_q" in inputs), hidden_instead_of_logits(head):
-            outputs = self.model(**inputs, use_cache=False)
-        logits = outputs.logits if takes_positions else outputs.logits[:, positions]
+        with hidden_instead_of_logits(head):
+            outputs, logits = self._logits_at(inputs, positions)
         rows, flat = logits.flatten(0, 1), targets.flatten()
         options: dict[str, Any] = {"all_labelled": labels.everywhere, "label_smoothing": self.label_smoothing}
         if head is None:
@@ -154,8 +153,6 @@ class PolicyModel:
             teacher: of the same batch.
             beta, temperature: see ``halftune.model.policy.divergence``.
         """
-        from halftune.model.policy.divergence import divergences  # few runs have a teacher
-
         own = self.head_rows(batch)
         chunk = rows_at_a_time(own.vocabulary, own.rows.device)
         return divergences(own, teacher, beta, temperature, chunk)[:, : own.places.numel()]
@@ -182,8 +179,6 @@ class PolicyModel:
         Args:
             batch: on the model's device; labels are not read.
         """
-        from halftune.model.load.score_head import token_scores  # few runs have a score head
-
         base = _base(_unwrap_ddp(self.model))
         pooled = self._forward(batch.inputs).logits
         tokens = token_scores(base)
@@ -200,14 +195,20 @@ class PolicyModel:
         with known_packed("cu_seq_lens_q" in inputs):
             return self.model(**inputs, use_cache=False)
 
+    def _logits_at(self, inputs: dict[str, Any], positions: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        """The outputs of a forward pass, and the logits at P positions ``[B, P, V]``, the only ones where possible."""
+        if _takes_positions(type(_base(_unwrap_ddp(self.model)))):
+            outputs = self._forward(inputs | {"logits_to_keep": positions})
+            return outputs, outputs.logits
+        outputs = self._forward(inputs)
+        return outputs, outputs.logits[:, positions]
+
     def _logprobs(
         self, batch: Batch, temperature: float, *, entropies_of: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities ``[1, K]``, or with entropies ``[2, K]``; and their indices among the B·P targets."""
         own = self.head_rows(batch)
         chunk = rows_at_a_time(own.vocabulary, own.rows.device)
-        from halftune.model.policy.logprobs import logprobs  # most losses need none
-
         found = logprobs(own, temperature, chunk, entropies_of=entropies_of)
         return found[:, : own.places.numel()], own.places
 
@@ -215,8 +216,11 @@ class PolicyModel:
         """The head's input at P positions ``[B, P, H]``, the head, V, whether it is frozen; or logits and identity."""
         whole = _unwrap_ddp(self.model)
         base, inputs = _base(whole), batch.inputs
-        takes_positions = _takes_positions(type(base))
-        if whole._compiled_call_impl is None and takes_positions and (body := decoder_of(base)) is not None:
+        if (
+            whole._compiled_call_impl is None
+            and _takes_positions(type(base))
+            and (body := decoder_of(base)) is not None
+        ):
             with outputs_of(body) as seen:
                 logits = self._forward(inputs | {"logits_to_keep": positions[:1]}).logits
             if seen and is_head_of(base, body, seen[-1], positions[:1], logits):  # OPT calls a part of its body
@@ -224,10 +228,8 @@ class PolicyModel:
                 # keep the model's output in the graph: FSDP2 starts its backward hooks from its gradient
                 rows = rows + logits[..., :0].sum().to(rows.dtype)
                 return rows, partial(logits_of, base, body, seen[-1]), logits.shape[-1], is_frozen(base, body)
-        if takes_positions:
-            inputs["logits_to_keep"] = positions
-        logits = self._forward(inputs).logits
-        return logits if takes_positions else logits[:, positions], lambda rows: rows, logits.shape[-1], False
+        _, logits = self._logits_at(inputs, positions)
+        return logits, lambda rows: rows, logits.shape[-1], False
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
