@@ -88,7 +88,7 @@ def logprobs(number: int) -> Tensor:
 @pytest.mark.parametrize(
     "keys", CASES, ids=lambda keys: "-".join(str(keys[key]) for key in ("type", "loss") if key in keys)
 )
-def test_gradient(keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient(keys: dict[str, Any]) -> None:
     section: Any = TypeAdapter(MethodSection).validate_python(keys)
     batch, labels = a_batch(section)
     method, tokens = make_method(section), isinstance(section, GrpoMethod)
@@ -96,7 +96,6 @@ def test_gradient(keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None
     values, known = logprobs(number), Told(logprobs(number))
     if tokens:
         values = batch.columns[SAMPLED] + 0.3 * torch.randn(number, dtype=torch.float64)
-        monkeypatch.setattr("halftune.methods.grpo.AdapterOff", Told)
     if section.type == "kto" and section.loss == "kto":  # half of them belong to mismatched answers
         values = values[: number // 2]
     others = logprobs(len(values))

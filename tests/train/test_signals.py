@@ -113,14 +113,13 @@ def test_the_step_is_finished_and_saved(recipe, whole: Path, monkeypatch, number
 
 
 def test_an_evaluation_is_left_and_made_up_for(recipe, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, once = Sft.loss, iter([send])
+    forward, once = Sft.evaluate, iter([send])
 
     def acting(self: Sft, policy: PolicyModel, batch: Batch, reference: Reference) -> Any:
-        if not policy.model.training:
-            next(once, lambda _: None)(signal.SIGTERM)
+        next(once, lambda _: None)(signal.SIGTERM)
         return forward(self, policy, batch, reference)
 
-    monkeypatch.setattr(Sft, "loss", acting)
+    monkeypatch.setattr(Sft, "evaluate", acting)
     # two batches of four rows: the signal comes in the first
     loaded, plan = recipe(*SETTINGS, "training.per_device_eval_batch_size=4")
     with pytest.raises(Interrupted, match="after step 3"):

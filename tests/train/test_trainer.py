@@ -210,7 +210,7 @@ def test_losses_that_weight_tokens(recipe, rows_file: Path, tmp_path: Path, loss
         if name in ours:
             assert float((one.grad - ours[name]).norm()) <= 1e-5 * float(one.grad.norm()) + 1e-8
     with torch.no_grad():
-        plain = run.method.loss(PolicyModel(run.model), batch, run.reference).total
+        plain = run.method.evaluate(PolicyModel(run.model), batch, run.reference).total
     assert float((plain - nll.sum()).abs().detach()) < 1e-5 * float(plain)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -39,14 +38,12 @@ def as_prompt(made: Record) -> tuple[Conversation, str | None]:
     return replace(made, messages=made.messages[:first], train=made.train[:first]), answer
 
 
-def render_prompt(template: ChatTemplate, made: Conversation, row: Mapping[str, Any], answer: str | None) -> Rendering:
-    """The text of a prompt, with the beginning of the answer; ``media`` holds the row as JSON.
+def render_prompt(template: ChatTemplate, made: Conversation) -> Rendering:
+    """The text of a prompt, with the beginning of the answer.
 
     Args:
         template: the chat template.
         made: the prompt.
-        row: as in the file.
-        answer: the row's answer, which becomes its column ``answer`` if it has none.
 
     Raises:
         RowDropped: the template rejects the messages.
@@ -58,9 +55,7 @@ def render_prompt(template: ChatTemplate, made: Conversation, row: Mapping[str, 
     messages, tools = template.control.mark(made.messages), template.control.mark(made.tools)
     notes = [*made.notes, *((NEUTRALISED,) if template.control.occurs(said) else ())]
     notes += lost_in_prompt(template, made, messages, tools)
-    given = row if answer is None or "answer" in row else {**row, "answer": answer}
-    packed = json.dumps(given, default=str, ensure_ascii=False).encode(errors="replace")
-    return Rendering(template.render(messages, tools, prompt=True), (), messages, tools, tuple(notes), media=packed)
+    return Rendering(template.render(messages, tools, prompt=True), (), messages, tools, tuple(notes))
 
 
 class PromptTokenizer(RowTokenizer):
@@ -69,9 +64,11 @@ class PromptTokenizer(RowTokenizer):
     def _render(self, row: Mapping[str, Any], outcome: Outcome) -> tuple[Rendering, ...]:
         assert self._template is not None
         asked, answer = as_prompt(self._reading.format.read(with_nulls(self._reading.rename(row))))
-        found = render_prompt(self._template, self._with_system(asked), row, answer)
+        found = render_prompt(self._template, self._with_system(asked))
         if self._settings.on_lost_text == "drop" and (lost := [one for one in found.notes if one in LOSSES]):
             raise RowDropped(lost[0])
+        # rewards read the row's answer as its column ``answer``, if it has no such column
+        outcome.row = row if answer is None or "answer" in row else {**row, "answer": answer}
         return (found,)
 
     def _finish(self, index: int, renderings: Sequence[Rendering], tokens: Sequence[Encoded], outcome: Outcome) -> None:
@@ -82,4 +79,4 @@ class PromptTokenizer(RowTokenizer):
             return
         outcome.notes = rendering.notes
         unlabelled = np.zeros(len(encoded.ids), dtype=bool)
-        outcome.examples = [Example((Segment(encoded.ids, unlabelled, rendering.media),))]
+        outcome.examples = [Example((Segment(encoded.ids, unlabelled),), row=outcome.row)]

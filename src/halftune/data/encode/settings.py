@@ -19,7 +19,7 @@ class Settings:
     """Settings of tokenisation, all part of the cache key.
 
     Attributes:
-        method, train_on: as ``method.type`` and ``method.train_on``.
+        train_on: as ``method.train_on``.
         max_length, overlong: as ``data.max_length`` (in tokens) and ``data.overlong``.
         system, merge_system: as in ``data``.
         drop_system: as in the source.
@@ -27,11 +27,13 @@ class Settings:
         template_variables: further variables of the chat template.
         day: ISO date in the chat template; None if the template prints no date.
         train_line_break, group: as ``method.train_line_break`` and ``method.rows``.
+        prompts: whether rows are prompts, which the model answers in training.
+        documents: whether every token of a row is trained, and long rows are cut into pieces.
+        margins: whether the method reads by how much the chosen answer of a pair is better.
         label_ends: as ``method.label_ends`` with ``method.labels: text``; None: with ``turn``.
         images: how images become tokens; None: rows with images are dropped.
     """
 
-    method: str
     train_on: str
     max_length: int
     overlong: str
@@ -44,6 +46,9 @@ class Settings:
     train_line_break: bool = False
     label_ends: tuple[str, ...] | None = None
     group: int = 1
+    prompts: bool = False
+    documents: bool = False
+    margins: bool = False
     images: MediaSettings | None = None
 
     def ends_with_labels(self, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...] | None:
@@ -64,7 +69,6 @@ def _labels(method: MethodSection) -> dict[str, Any]:
 def settings_of(config: RunConfig, day: str | None) -> Settings:
     """The settings of a run; ``day`` as in ``Settings``."""
     return Settings(
-        method=config.method.type,
         max_length=config.data.max_length - config.method.answer_tokens,
         overlong=config.data.overlong,
         system=config.data.system,
@@ -73,5 +77,8 @@ def settings_of(config: RunConfig, day: str | None) -> Settings:
         template_variables=dict(config.model.chat_template_kwargs),
         day=day,
         group=config.method.rows,
+        prompts=config.method.generates,
+        documents="document" in config.method.records,
+        margins=config.method.head == "score",
         **_labels(config.method),
     )

@@ -52,6 +52,7 @@ class Outcome:
         answers_lost: trained answers dropped by truncation.
         characters, lost: number of rendered characters, and those that the tokenizer cannot represent.
         columns: numbers that the method reads.
+        row: of a prompt, for its rewards.
     """
 
     examples: list[Example] = field(default_factory=list)
@@ -62,6 +63,7 @@ class Outcome:
     characters: int = 0
     lost: str = ""
     columns: dict[str, float] = field(default_factory=dict)
+    row: Mapping[str, Any] | None = None
 
 
 class RowTokenizer:
@@ -87,7 +89,7 @@ class RowTokenizer:
         control = self._template.control if self._template else ControlTokens(special_tokens(tokenizer))
         self._control, self._exact = control, OffsetTokenizer(tokenizer, control)
         self._ends = settings.ends_with_labels(tokenizer)
-        self._is_document = settings.method == "pretrain" and reading.format.name == "text"
+        self._is_document = reading.format.record == "document"
         self._around = _document_ends(tokenizer) if plain else ([], [])
         self._ends_of_documents = tuple(np.array(ids, np.int32) for ids in self._around)
         self._images = None
@@ -138,7 +140,7 @@ class RowTokenizer:
         if missing := holds_missing(renamed):
             renamed = with_nulls(renamed)
         made = self._reading.format.read(renamed) if self._images is None else self._images.read(self._reading, renamed)
-        if isinstance(made, Preference) and self._settings.method == "reward":
+        if isinstance(made, Preference) and self._settings.margins:
             outcome.columns = {"margin": made.margin}
         elif isinstance(made, Rated):
             outcome.columns = {"label": float(made.good)}
@@ -192,7 +194,7 @@ class RowTokenizer:
     def _finish(self, index: int, renderings: Sequence[Rendering], tokens: Sequence[Encoded], outcome: Outcome) -> None:
         outcome.characters, outcome.lost = sum([len(one.text) for one in renderings]), "".join([t.lost for t in tokens])
         outcome.notes = tuple(dict.fromkeys([note for one in renderings for note in one.notes]))
-        if self._settings.method == "pretrain" and not renderings[0].split:
+        if self._settings.documents and not renderings[0].split:
             self._cut_document(tokens[0].ids, outcome)
             return
         try:
@@ -232,9 +234,7 @@ class RowTokenizer:
         """The segments of answers to one prompt, which has the same length in all of them."""
         keep = [np.ones(len(one.ids), dtype=bool) for one in samples]
         if any(len(one.ids) > self._settings.max_length for one in samples):
-            from halftune.data.encode import truncate_proportional as proportional  # seldom used
-
-            keep, outcome.truncated = proportional.truncate_answers(samples, self._settings.max_length)
+            keep, outcome.truncated = overlong.answers_in_proportion(samples, self._settings.max_length)
         pairs = zip(samples, keep, strict=True)
         return tuple(Segment(sample.ids[kept], sample.trained[kept]) for sample, kept in pairs)
 

@@ -3,11 +3,16 @@
 ``truncate`` takes these steps until the rest fits: turns after the last trained answer are dropped; user and tool
 messages are shortened (longest first, from the end); later exchanges are dropped; if one exchange alone is too long,
 its answer is cut and loses its end-of-turn token. System messages and tool definitions are never changed.
+
+``in_proportion`` is LLaMA-Factory's rule (``infer_seqlen``): exchanges are kept in order while there is room; where
+only the last turn is trained, the last ones first. In the one that does not fit, the question or the answer is cut at
+its end if the other one needs less than half of the room; otherwise both are cut, in proportion to their lengths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -20,6 +25,8 @@ LATER = "later exchanges dropped"
 EARLIER = "earlier exchanges dropped"
 CUT = "answer truncated, without its end-of-turn token"
 END = "end of the row cut off"
+IN_PROPORTION = "question and answer truncated in proportion"
+LEFT_OUT = "exchanges left out"
 SPLIT = "longer than max_length, and the cut would split an image or a sound"
 MIN_ANSWER = 8  # minimum tokens of a truncated answer
 
@@ -28,11 +35,7 @@ Range = tuple[int, int]
 
 def cut(how: str, sample: WholeSample, limit: int) -> tuple[np.ndarray, tuple[str, ...]]:
     """Select the tokens to keep by ``data.overlong``; arguments, result and errors are those of ``truncate``."""
-    if how == "proportional":
-        from halftune.data.encode import truncate_proportional as proportional  # seldom used
-
-        return proportional.truncate(sample, limit)
-    return keep_start(sample, limit) if how == "keep_start" else truncate(sample, limit)
+    return {"keep_start": keep_start, "proportional": in_proportion}.get(how, truncate)(sample, limit)
 
 
 def truncate(sample: WholeSample, limit: int) -> tuple[np.ndarray, tuple[str, ...]]:
@@ -159,3 +162,74 @@ def same_prompt(segments: list[Segment]) -> list[Segment]:
         Segment(np.concatenate([ids, one.input_ids[start:]]), np.concatenate([mask, one.loss_mask[start:]]))
         for one, start in zip(segments, starts, strict=True)
     ]
+
+
+def in_proportion(sample: WholeSample, limit: int) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Select the tokens to keep by LLaMA-Factory's rule.
+
+    Args:
+        sample: more than ``limit`` tokens.
+        limit: maximum number of tokens.
+
+    Returns:
+        bool[T], true for kept tokens (at most ``limit``), and descriptions of the cuts.
+
+    Raises:
+        RowDropped: no trained token is left.
+    """
+    starts = [0, *(turn.full_end for turn in sample.turns)]
+    exchanges = [(a, turn.start, b) for (a, b), turn in zip(pairwise(starts), sample.turns, strict=True)]
+    if [turn.trained for turn in sample.turns[-2:]] == [False, True]:
+        exchanges.reverse()
+    keep = np.zeros(len(sample.ids), dtype=bool)
+    left = limit
+    done: dict[str, None] = {}
+    for first, middle, last in exchanges:
+        if left <= 0:
+            done[LEFT_OUT] = None
+            break
+        question, answer = _lengths(middle - first, last - middle, left)
+        keep[first : first + question] = True
+        keep[middle : middle + answer] = True
+        left -= question + answer
+        if question + answer < last - first:
+            done[IN_PROPORTION] = None
+    if not (keep & sample.trained).any():
+        raise RowDropped("longer than max_length, and no trained answer is left")
+    return keep, tuple(done)
+
+
+def answers_in_proportion(samples: Sequence[WholeSample], limit: int) -> tuple[list[np.ndarray], tuple[str, ...]]:
+    """Select the tokens to keep of several answers to one prompt, all by the lengths of the longest one.
+
+    Args:
+        samples: each ends with its answer.
+        limit: maximum number of tokens of each.
+
+    Returns:
+        bool[T] for each sample, true for kept tokens, and a description of the cut.
+
+    Raises:
+        RowDropped: no token of the answers is left.
+    """
+    places = [(sample.turns[-1].start, sample.turns[-1].full_end) for sample in samples]
+    prompt = places[0][0]
+    question, answer = _lengths(prompt, max(end - start for start, end in places), limit)
+    keep = []
+    for sample, (start, end) in zip(samples, places, strict=True):
+        at = np.arange(len(sample.ids))
+        keep.append((at < min(question, start)) | ((at >= start) & (at < min(end, start + answer))))
+        if not (keep[-1] & sample.trained).any():
+            raise RowDropped("longer than max_length, and no trained answer is left")
+    return keep, (IN_PROPORTION,)
+
+
+def _lengths(question: int, answer: int, room: int) -> tuple[int, int]:
+    if 2 * answer < room:
+        most = room
+    elif 2 * question < room:
+        most = room - question
+    else:
+        most = int(room * (answer / (question + answer)))
+    answer = min(most, answer)
+    return min(max(room - answer, 0), question), answer

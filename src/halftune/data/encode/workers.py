@@ -103,6 +103,4 @@ def _work(rows: Sequence[Mapping[str, Any]]) -> list[Outcome] | BadRow:
 
 def make_row_tokenizer(tokenizer: PreTrainedTokenizerBase, reading: Reading, settings: Settings) -> RowTokenizer:
     """The tokenizer of one source's rows; arguments and errors as for :class:`RowTokenizer`."""
-    if settings.method != "grpo":
-        return RowTokenizer(tokenizer, reading, settings)
-    return PromptTokenizer(tokenizer, reading, settings)
+    return (PromptTokenizer if settings.prompts else RowTokenizer)(tokenizer, reading, settings)

@@ -9,7 +9,7 @@ import hashlib
 import math
 import queue
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,7 +19,7 @@ import torch
 
 from halftune.config.run import RunConfig
 from halftune.core.errors import DataError
-from halftune.data.batch import LABEL_POSITIONS, WEIGHT, Batch, collate
+from halftune.data.batch import LABEL_POSITIONS, WEIGHT, Batch, collate, without_labels
 from halftune.data.order.cache import ordered
 from halftune.data.order.epoch import (
     BatchOrder,
@@ -268,40 +268,57 @@ class Feed:
     def _collate(self, rows: list[Row], *, blank: bool = False) -> Batch:
         spans = [span for row in rows for span in row]
         examples = [self._part(span) for span in spans]
-        made = self._with_images(collate(examples, self.pad_token_id, packed=self.packing), spans, examples)
-        labels = made.tokens["labels"]
-        weights = [0.0 if blank else self.method.weight(example) for example in examples]
-        names = examples[0].columns
-        columns = {name: torch.tensor([example.columns[name] for example in examples]) for name in names}
-        columns[WEIGHT] = torch.tensor(weights)
-        if blank:
-            tokens = {**made.tokens, "labels": torch.full_like(labels, NO_LABEL)}
-            extras = {**made.extras, LABEL_POSITIONS: torch.zeros(0, dtype=torch.int64)}
-            return replace(made, tokens=tokens, extras=extras, columns=columns)
-        predicted = labels[:, 1:] != NO_LABEL
+        weights = [self.method.weight(example) for example in examples]
+        columns = {name: torch.tensor([one.columns[name] for one in examples]) for name in examples[0].columns}
+        samples = [span.sample for span in spans]
+        made = self.batch_of(examples, weights, columns, samples, packed=self.packing)
+        if self.images is not None:
+            made = self._with_images(made, samples, examples, self.images)
+        return without_labels(made) if blank else made
+
+    def batch_of(
+        self,
+        examples: Sequence[Example],
+        weights: Sequence[float],
+        columns: Mapping[str, torch.Tensor],
+        samples: Sequence[int],
+        *,
+        packed: bool,
+    ) -> Batch:
+        """A batch of E examples with its counts, without images.
+
+        Args:
+            examples: with labels; answers of the model take the place of those in the data.
+            weights: of each.
+            columns: besides the weights.
+            samples: their indices in the split.
+            packed: in one row.
+        """
+        made = collate(examples, self.pad_token_id, packed=packed)
+        predicted = made.tokens["labels"][:, 1:] != NO_LABEL
         return replace(
             made,
             extras={**made.extras, LABEL_POSITIONS: predicted.any(dim=0).nonzero().squeeze(1)},
-            columns=columns,
+            columns={**columns, WEIGHT: torch.tensor(weights)},
             weight=sum(weights),
-            fed=labels.numel(),
+            fed=made.tokens["labels"].numel(),
             real=sum(len(segment.input_ids) for example in examples for segment in example.segments),
             trained=int(predicted.sum()),
-            examples=tuple(span.sample for span in spans),
+            examples=tuple(samples),
         )
 
-    def _with_images(self, made: Batch, spans: list[Span], examples: list[Example]) -> Batch:
+    def _with_images(
+        self, made: Batch, samples: Sequence[int], examples: Sequence[Example], images: MediaProcessor
+    ) -> Batch:
         """The batch with the images of its segments, in the order of their placeholders.
 
         Raises:
             DataError: an image is damaged, or changed since it was tokenised; names the rows.
         """
-        if self.images is None:
-            return made
         from halftune.data.media.inputs import add_media  # few runs have images
 
-        rows = self.split.where(span.sample for span in spans)
-        return add_media(made, [one for example in examples for one in example.segments], self.images, rows)
+        segments = [one for example in examples for one in example.segments]
+        return add_media(made, segments, images, self.split.where(samples))
 
     def where(self, batches: Sequence[Batch]) -> str:
         """The rows of the data that micro-batches were made of, as a clause; empty where they hold none."""

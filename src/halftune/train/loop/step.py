@@ -103,7 +103,7 @@ def _measured(run: TrainState, feed: Feed, should_stop: Callable[[], bool]) -> d
             answered = batches if run.rollouts is None else run.rollouts(batches, feed)
             for batch in (one for one in answered if one.weight or together):
                 with forward_pass(run):
-                    losses[name].append(run.method.loss(*_asked(run, run.model, batch, run.eval_reference)))
+                    losses[name].append(run.method.evaluate(*_asked(run, run.model, batch, run.eval_reference)))
                 weights[name] += batch.weight
     finally:
         feeds.close()
@@ -183,7 +183,7 @@ class StartedStep:
     """A step whose numbers are read later.
 
     Attributes:
-        batches: micro-batches of this process.
+        batches: micro-batches of this process, with the columns that the loss recorded.
         readout: what :func:`_numbers` measured over all processes, the gradient norm, and what ``scaler`` adds.
         counts: fed, real and trained tokens and weight of all processes; None where the readout has them.
         rate: learning rate.
@@ -207,7 +207,7 @@ def start_step(run: TrainState, batches: list[Batch], *, last: bool = True, stop
 
     Args:
         run: the run.
-        batches: micro-batches of this process; they get the columns that the loss adds.
+        batches: micro-batches of this process.
         last: the schedule is updated with the weights.
         stop: this process has received a signal; the others learn it with the step's numbers.
     """
@@ -216,22 +216,21 @@ def start_step(run: TrainState, batches: list[Batch], *, last: bool = True, stop
     counts = None if together else sum_over_processes(run.accelerator, own)
     # Gradients are averaged over processes; the loss wants their sum.
     scale = _UNSCALED if counts is None else run.processes / (counts[-1] or 1.0)
-    losses = []
+    losses, recorded = list[Loss](), list[Batch]()
     for index, batch in enumerate(batches):
         with run.strategy.accumulating(run.wrapped, last=index == len(batches) - 1):
             with forward_pass(run):
                 loss = run.method.loss(*_asked(run, run.wrapped, batch, run.reference, scale))
             run.scaler.scale(loss.total * scale).backward()
         losses.append(Loss(loss.total.detach(), loss.metrics))
-        if loss.columns:
-            batches[index] = replace(batch, columns={**batch.columns, **loss.columns})
+        recorded.append(replace(batch, columns={**batch.columns, **loss.columns}))
     numbers, factor = _numbers(run, losses, (*own, float(stop)) if together else ()), None
     if together:
         factor = run.processes / (scale * torch.where(numbers[-2] > 0, numbers[-2], 1.0))
     run.scaler.unscale_(run.optimizer)
     norm = run.strategy.gradient_norm(run.trainable, run.config.training.max_grad_norm, factor).to(numbers)
     measured = torch.cat([numbers, norm[None], *loss_scaling(run.scaler, run.optimizer, numbers)])
-    started = StartedStep(batches, Readout(measured), counts, run.rate, last)
+    started = StartedStep(recorded, Readout(measured), counts, run.rate, last)
     if run.late:
         run.broken = ~(torch.isfinite(numbers[0]) & torch.isfinite(norm)) | run.broken
         _update(run, last=last)
@@ -269,24 +268,7 @@ def finish_step(run: TrainState, started: StartedStep) -> StepMetrics:
     return metrics
 
 
-def step_on_answers(run: TrainState, answers: list[Batch], updates: int) -> StepMetrics:
-    """Several updates on the same answers, as one step.
-
-    Raises:
-        NonFiniteStep, TrainingError: as :func:`finish_step`.
-    """
-    found: list[StepMetrics] = []
-    for left in reversed(range(updates)):
-        try:
-            found.append(finish_step(run, start_step(run, answers, last=not left)))
-        except (RuntimeError, MemoryError) as error:
-            if not found or not out_of_memory(error):
-                raise
-            raise memory_error(run, error) from error  # the step has changed the weights, and cannot be repeated
-    return _as_one(found)
-
-
-def _as_one(steps: list[StepMetrics]) -> StepMetrics:
+def as_one(steps: list[StepMetrics]) -> StepMetrics:
     """Several updates as one step: mean losses and norms, sums of tokens and averages."""
 
     def total(name: str) -> Any:

@@ -14,8 +14,8 @@ from halftune.data.batch import Batch
 from halftune.optim.device_side import can_skip
 from halftune.train.callback import StepMetrics
 from halftune.train.loop.nonfinite import NonFiniteStep
-from halftune.train.loop.out_of_memory import may_split, reset_step
-from halftune.train.loop.step import StartedStep, finish_step, recover, start_step, step_on_answers
+from halftune.train.loop.out_of_memory import may_split, memory_error, out_of_memory, reset_step
+from halftune.train.loop.step import StartedStep, as_one, finish_step, recover, start_step
 from halftune.train.numeric_environment import random_state, restore_random_state
 from halftune.train.state import TrainState
 
@@ -77,10 +77,9 @@ class Stepper:
             if run.late:
                 state = _rates(run)
                 following = _Waiting(epoch, batches, *state, start_step(run, batches, stop=self.interrupted()))
-            elif run.rollouts is not None:
-                metrics = step_on_answers(run, run.rollouts(batches, run.feed), run.rollouts.iterations)
             else:
-                metrics = finish_step(run, start_step(run, batches))
+                answers = batches if run.rollouts is None else run.rollouts(batches, run.feed)
+                metrics = _updates(run, answers)
         except (NonFiniteStep, RuntimeError, MemoryError) as error:
             self.finish()  # the step before is not to blame
             metrics = recover(run, error, batches)
@@ -122,6 +121,25 @@ class Stepper:
         if repeat:
             self._waiting = None
         return repeat
+
+
+def _updates(run: TrainState, batches: list[Batch]) -> StepMetrics:
+    """The updates of one step: as many on the same batches as the method asks for.
+
+    Raises:
+        NonFiniteStep, TrainingError: as ``finish_step``.
+    """
+    found: list[StepMetrics] = []
+    for left in reversed(range(run.method.updates)):
+        try:
+            started = start_step(run, batches, last=not left)
+            found.append(finish_step(run, started))
+        except (RuntimeError, MemoryError) as error:
+            if not found or not out_of_memory(error):
+                raise
+            raise memory_error(run, error) from error  # the step has changed the weights, and cannot be repeated
+        batches = started.batches  # with the log-probabilities by the weights that sampled: the first update found them
+    return as_one(found)
 
 
 def _rates(run: TrainState) -> tuple[dict[str, Any], list[float]]:

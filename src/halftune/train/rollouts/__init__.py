@@ -18,13 +18,7 @@ if TYPE_CHECKING:
 
 
 class Rollouts(Protocol):
-    """Makes batches with answers from a step's batches.
-
-    Attributes:
-        iterations: updates of the weights for each batch.
-    """
-
-    iterations: int
+    """Makes batches with answers from a step's batches."""
 
     def __call__(self, batches: list[Batch], feed: Feed) -> list[Batch]:
         """Batches of answers; those that only fill up a step stay as they are. All processes call it together.
