@@ -40,6 +40,36 @@ def is_off(value: Any) -> bool:
     return not value or (isinstance(value, str) and value.lower() in OFF)
 
 
+def number(value: Any) -> Any:
+    """``"1e-4"`` as a number."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def listed(value: Any) -> list[str]:
+    """``"a, b"`` or a list, as a list."""
+    items = value.split(",") if isinstance(value, str) else list(value)
+    return [str(item).strip() for item in items if str(item).strip()]
+
+
+def modules(names: Any) -> str | list[str]:
+    """Names of layers; all of them are ``all-linear`` here."""
+    return "all-linear" if listed(names) == ["all"] else listed(names)
+
+
+VALUES: dict[str, Callable[[Any], Any]] = {
+    **{kind.__name__: kind for kind in (bool, float, int, str)},
+    **{"list": listed, "modules": modules, "not": lambda value: not value, "number": number},
+    **{"or one": lambda value: float(value or 1), "same": lambda value: value},
+    "named": lambda name: {"name_or_path": str(name)},
+    "eos": lambda token: {"eos": str(token)},
+    "pattern": lambda value: value if isinstance(value, str) else listed(value),  # text is one regular expression
+    "true": lambda value: value is True,
+}
+
+
 def misspelt(key: str, known: Iterable[str]) -> str:
     """The known key that an unknown one is nearly alike, or ""."""
     return next(iter(get_close_matches(key, sorted(known), n=1, cutoff=_NEAR)), "")
@@ -120,54 +150,34 @@ class Draft:
             holder = holder.get(part) if isinstance(holder, dict) else None
         return holder
 
-    def translated(self, key: str, ours: str, value: Any, why: str = "") -> None:
-        """A key with the same meaning."""
-        self.left.pop(key, None)
-        self.put(ours, value)
-        self.notes.append(Note("translated", key, ours, why))
-
-    def changed(self, key: str, ours: str, value: Any, why: str) -> None:
-        """A key that is done in another way here, or not at all; what is learned is about the same."""
+    def note(self, kind: Kind, key: str, why: str, ours: str = "", value: Any = None) -> None:
+        """What has become of a key, and its value in the recipe if it has an equivalent."""
         self.left.pop(key, None)
         if ours:
             self.put(ours, value)
-        self.notes.append(Note("changed", key, ours, why))
+        accepted = kind == "refused" and key in self.accepted
+        self.notes.append(Note("changed" if accepted else kind, key, ours, why))
+
+    def translated(self, key: str, ours: str, value: Any, why: str = "") -> None:
+        """A key with the same meaning."""
+        self.note("translated", key, why, ours, value)
+
+    def changed(self, key: str, ours: str, value: Any, why: str) -> None:
+        """A key that is done in another way here, or not at all; what is learned is about the same."""
+        self.note("changed", key, why, ours, value)
 
     def none(self, key: str, why: str) -> None:
         """A key without an effect on what is learned."""
-        self.left.pop(key, None)
-        self.notes.append(Note("none", key, "", why))
+        self.note("none", key, why)
 
     def refused(self, key: str, why: str) -> None:
         """A key without which something else would be learned."""
-        self.left.pop(key, None)
-        kind: Kind = "changed" if key in self.accepted else "refused"
-        self.notes.append(Note(kind, key, "", why))
-
-    def rename(self, table: Mapping[str, str]) -> None:
-        """Keys that only have another name; null is left to the defaults."""
-        for key, ours in table.items():
-            if self.has(key):
-                self.translated(key, ours, self.take(key))
-            elif key in self.left:
-                self.none(key, "is null: the default holds")
+        self.note("refused", key, why)
 
     def move(self, key: str, ours: str, convert: Callable[[Any], Any] = lambda value: value) -> None:
         """Translate a key whose value is written in another way; null is left to the defaults."""
         if self.has(key):
             self.translated(key, ours, convert(self.take(key)))
-
-    def unsupported(self, keys: Iterable[str], why: str) -> None:
-        """Keys of methods that do not exist here.
-
-        Raises:
-            Refusal: one of them is on.
-        """
-        for key in keys:
-            if not is_off(self.left.get(key)):
-                raise self.refuse(key, why)
-            if key in self.left:
-                self.none(key, "is off")
 
     def words(self, key: str, ours: str, table: Mapping[Any, Any], otherwise: Any, why: str) -> None:
         """A key whose words are other ones here; a word not in the table becomes ``otherwise``."""
@@ -186,37 +196,68 @@ class Draft:
             self.put(ours, value)
             self.notes.append(Note("default", name, ours))
 
-    def drop(self, table: Mapping[str, str], how: Literal["none", "changed", "refused"] = "none") -> None:
-        """Keys without an equivalent, with the reason for each; those that are off have no effect."""
-        for key, why in table.items():
-            if key not in self.left:
-                continue
-            if is_off(self.left[key]):
-                self.none(key, "is off: no effect on what is learned")
-            elif how == "refused":
-                self.refused(key, why)
-            elif how == "changed":
-                self.changed(key, "", None, why)
-            else:
-                self.none(key, why)
+    def drop(self, keys: str, why: str, how: Literal["none", "changed", "refused"] = "none") -> None:
+        """Keys without an equivalent, separated by spaces; those that are off have no effect."""
+        for key in keys.split():
+            if key in self.left:
+                self._apply(key, {how: why})
 
-    def idle(self, table: Mapping[str, Any], why: str) -> None:
-        """Keys that have the value of the table, with which they change nothing."""
-        for key, value in table.items():
-            if self.has(key) and self.left[key] == value:
-                self.none(key, why)
+    def look(self, name: str) -> Any:
+        """What the recipe has under a dotted key, or the old config under one of its own."""
+        return self.get(name) if "." in name else self.left.get(name, self.source.get(name))
 
-    def drop_listed(self, framework: str) -> None:
-        """Keys that ``keys/FRAMEWORK.yaml`` lists, and settings of a feature whose own key decides."""
-        tables = _tables(framework)
-        self.idle(dict.fromkeys(tables.get("idle_if_1", {}), 1), "is 1")
-        for key, why in tables.get("changed_if_false", {}).items():
-            if self.left.get(key) is False:
-                self.changed(key, "", None, why)
-        for kind in ("none", "changed", "refused"):
-            self.drop(tables.get(kind, {}), kind)
-        for prefix, feature in tables.get("parts", {}).items():
-            for key in [key for key in self.left if key.startswith(prefix)]:
+    def follow(self, *places: str) -> None:
+        """Apply blocks of rules, each named ``FILE.BLOCK`` of ``keys/FILE.yaml``, in their order.
+
+        Raises:
+            Refusal: a key is on that no recipe can be made with.
+        """
+        for key, cases in (rule for place in places for rule in _rules(*place.split("."))):
+            case = next((case for case in cases if self._holds(key, case)), None)
+            if case is not None and "." in key:
+                self.default(key, case["default"], case["for"])
+            elif case is not None and key in self.left:
+                self._apply(key, case)
+
+    def _holds(self, key: str, case: Mapping[str, Any]) -> bool:
+        wanted = {**({key: case["is"]} if "is" in case else {}), **case.get("if", {})}
+        unwanted = case.get("unless", {})
+        return all(_matches(self.look(name), value) for name, value in wanted.items()) and not (
+            unwanted and all(_matches(self.look(name), value) for name, value in unwanted.items())
+        )
+
+    def _apply(self, key: str, case: Mapping[str, Any]) -> None:
+        """Deal with a key that is written."""
+        value = self.left[key]
+        kind = next((kind for kind in ("none", "changed", "refused", "stop") if kind in case), "translated")
+        why = case.get(kind, case.get("why", ""))
+        if kind == "stop" and not is_off(value):
+            raise self.refuse(key, why)
+        if "to" in case:
+            self._rename(key, value, case, kind, why)
+        elif is_off(value) and "is" not in case:
+            self.none(key, "is off" if kind == "stop" else "is off: no effect on what is learned")
+        else:
+            self.note(kind, key, why)
+
+    def _rename(self, key: str, value: Any, case: Mapping[str, Any], kind: Any, why: str) -> None:
+        """Give a key its name here; null is left to the defaults, unless the case names it."""
+        if value is None and "is" not in case:
+            if "as" not in case:
+                self.none(key, "is null: the default holds")
+        elif "words" in case:
+            self.words(key, case["to"], case["words"], case["otherwise"], why)
+        else:
+            for name, more in case.get("put", {}).items():
+                self.put(name, more)
+            new = case["value"] if "value" in case else VALUES[case.get("as", "same")](value)
+            self.note(kind, key, why, case["to"], new)
+
+    def drop_listed(self, file: str) -> None:
+        """Keys without an equivalent, and settings of a feature whose own key decides."""
+        self.follow(f"{file}.values", *(f"{file}.{kind}" for kind in ("none", "changed", "refused")))
+        for feature, prefixes in table(file, "parts").items():
+            for key in [key for prefix in prefixes for key in self.left if key.startswith(prefix)]:
                 self.none(key, f"belongs to {feature}")
 
     def refuse(self, key: str, why: str) -> Refusal:
@@ -224,6 +265,10 @@ class Draft:
         value = self.source.get(key)
         shown = f"{key}: {value}" if isinstance(value, str | int | float) else key
         return Refusal(key, f"{shown} cannot be converted: {why}", why)
+
+    def forget(self, key: str) -> None:
+        """Take back what was said of a key."""
+        self.notes[:] = [note for note in self.notes if note.key != key]
 
     def finish(self) -> None:
         """Accounts for the keys that nobody knew: one that is nearly a known key is misspelt, others may matter."""
@@ -238,8 +283,36 @@ class Draft:
                 self.changed(key, "", None, why)
 
 
+def _matches(value: Any, wanted: Any) -> bool:
+    """Whether a value is the wanted one, or one of a list; true and false alone mean on and off."""
+    if isinstance(wanted, bool):
+        return is_off(value) is not wanted
+    wanted = wanted if isinstance(wanted, list) else [wanted]
+    return any(value is one if isinstance(one, bool) else value == one for one in wanted)
+
+
 @cache
-def _tables(framework: str) -> dict[str, dict[str, str]]:
-    """What the loss of a key means → key → reason."""
-    listed = read_yaml("halftune.convert", f"keys/{framework}.yaml").items()
-    return {kind: {key: why for why, keys in reasons.items() for key in keys} for kind, reasons in listed}
+def _file(name: str) -> dict[str, Any]:
+    return read_yaml("halftune.convert", f"keys/{name}.yaml")
+
+
+def table(file: str, name: str) -> Any:
+    """A table of ``keys/FILE.yaml``."""
+    return _file(file).get(name, {})
+
+
+@cache
+def _rules(file: str, block: str) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Keys and what becomes of them: a new name, or the first of several cases that holds."""
+    rows = table(file, block)
+    if block in ("none", "changed", "refused"):  # by their reasons
+        return [(key, [{block: why}]) for why, keys in rows.items() for key in keys]
+    return [(key, _cases(key, rule)) for keys, rule in rows.items() for key in keys.split(", ")]
+
+
+def _cases(key: str, rule: Any) -> list[dict[str, Any]]:
+    if "." in key and isinstance(rule, list) and not isinstance(rule[0], dict):
+        return [dict(zip(("default", "for"), rule, strict=True))]
+    cases = rule if isinstance(rule, list) else [rule]
+    named = (dict(zip(("to", "as"), str(case).split(" as "), strict=False)) for case in cases)
+    return [name if isinstance(case, str) else case for case, name in zip(cases, named, strict=True)]

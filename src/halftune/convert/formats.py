@@ -3,45 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
-from halftune.convert.draft import Draft, is_off
+from halftune.convert.draft import Draft, is_off, table
 
-SWITCHES = ("load_in_4bit", "load_in_8bit", "quantization_bit", "quant_config")
-_STORED = re.compile(r"bnb-?4bit|bnb-?8bit|-4bit$", re.IGNORECASE)
-_WIDENED = re.compile(r"(?i:\b(awq|gptq)\b)")  # dequantised on load, like fp8 and mxfp4
+SWITCHES = "load_in_4bit load_in_8bit quantization_bit quant_config"
+SINGLE = "double_quantization use_bnb_nested_quant bnb_4bit_use_double_quant"
+SETTINGS = f"""{SINGLE} quantization_method quantization_type bnb_4bit_quant_type bnb_4bit_quant_storage
+    bnb_config_kwargs quantization_device_map"""
+_AS_IT_IS = re.compile(r"(?i:bnb-?[48]bit|-4bit$|\b(awq|gptq)\b)")  # or dequantised on load, like fp8 and mxfp4
 _NOT_TRAINED = re.compile(r"(?i:\b(aqlm|hqq|eetq|exl2|gguf|int8|nvfp4|fp4)\b)")
-SINGLE = ("double_quantization", "use_bnb_nested_quant", "bnb_4bit_use_double_quant")
-SETTINGS = (
-    *SINGLE,
-    "quantization_method",
-    "quantization_type",
-    "bnb_4bit_quant_type",
-    "bnb_4bit_quant_storage",
-    "bnb_config_kwargs",
-    "quantization_device_map",
-)
-ATTENTION = {
-    "auto": "auto",
-    "disabled": "eager",
-    "eager": "eager",
-    "sdpa": "sdpa",
-    "fa2": "fa2",
-    "fa3": "fa3",
-    "flash_attention_2": "fa2",
-    "flash_attention_3": "fa3",
-    "flash_attention_4": "fa4",
-    "kernels-community/flash-attn2": "fa2",
-    "kernels-community/flash-attn3": "fa3",
-    "kernels-community/vllm-flash-attn3": "fa3",
-    "flex_attention": "flex",
-    "flex": "flex",
-    "flash": "fa2",
-    "sdp": "sdpa",
-    "xformers": "auto",
-}
-
-
+ATTENTION = {theirs: ours for ours, names in table("trainer", "attention").items() for theirs in names}
 # Keys of half formats, and values with which trained weights are in bf16, too.
 HALF = {"bf16": "bf16", "fp16": "fp16", "pure_bf16": "bf16", "bfloat16": "bf16", "float16": "fp16"}
 PURE = {("bf16", "full"), ("pure_bf16", "true"), ("bfloat16", "true")}
@@ -62,51 +33,43 @@ def precision(draft: Draft, *, default: str) -> None:
     draft.default("precision.compute", word, "bf16")
 
 
-def attention(draft: Draft, key: str, value: Any) -> None:
+def attention(draft: Draft, *keys: str) -> None:
     """A backend under its name there. FlashAttention cannot compute in fp32; the plan then takes another."""
-    backend = ATTENTION.get(str(value))
-    if backend is None:
-        draft.changed(
-            key, "attention.backend", "auto", f"{value} is not known here: the plan takes the fastest that works"
-        )
-    elif backend in ("fa2", "fa3", "fa4") and draft.get("precision.compute") == "fp32":
-        why = "FlashAttention does not compute in fp32, which this config asks for: the plan takes another"
-        draft.changed(key, "attention.backend", "auto", why)
-    else:
-        draft.translated(key, "attention.backend", backend)
+    for key in filter(draft.has, keys):
+        value = str(draft.take(key))
+        backend, why = ATTENTION.get(value), f"{value} is not known here: the plan takes the fastest that works"
+        if str(backend).startswith("fa") and draft.get("precision.compute") == "fp32":
+            backend = None
+            why = "FlashAttention does not compute in fp32, which this config asks for: the plan takes another"
+        if backend is None:
+            draft.changed(key, "attention.backend", "auto", why)
+        else:
+            draft.translated(key, "attention.backend", backend)
 
 
 def quantization(draft: Draft, name_key: str) -> None:
     """Quantising a base on load, by bitsandbytes. A checkpoint that is quantised already is loaded as it is."""
-    on = [key for key in SWITCHES if not is_off(draft.left.get(key))]
+    on = [key for key in SWITCHES.split() if not is_off(draft.left.get(key))]
     name = str(draft.get("model.name_or_path"))
     if stored := _NOT_TRAINED.search(name):
         draft.refused(name_key, f"{stored.group()}: checkpoints quantised in this way cannot be trained on here")
     made = _on_load(draft, on[0]) if on else None
-    if _STORED.search(name) or _WIDENED.search(name):
-        draft.drop(dict.fromkeys((*SWITCHES, *SETTINGS), "the checkpoint is quantised already, and loaded as it is"))
-    draft.drop(dict.fromkeys(SETTINGS, f"belongs to {on[0]}" if on else "the base is not quantised"))
+    if _AS_IT_IS.search(name):
+        draft.drop(f"{SWITCHES} {SETTINGS}", "the checkpoint is quantised already, and loaded as it is")
+    draft.drop(SETTINGS, f"belongs to {on[0]}" if on else "the base is not quantised")
     for key in on if made else ():
         draft.move(key, "model.quantization", lambda _: made)
-    why = "not supported: a base is quantised on load by bitsandbytes, to nf4 or int8"
-    draft.drop(dict.fromkeys(SWITCHES, why), "refused")
+    draft.drop(SWITCHES, "not supported: a base is quantised on load by bitsandbytes, to nf4 or int8", "refused")
 
 
 def _on_load(draft: Draft, key: str) -> str | None:
     """What ``key`` asks for, in our words; None where it cannot be had."""
-    by = str(draft.left.get("quantization_method") or "bnb")
     more = draft.left.get("bnb_config_kwargs")
     given = {**draft.left, **(more if isinstance(more, dict) else {})}
     kind = str(given.get("quantization_type") or given.get("bnb_4bit_quant_type") or "nf4")
     bits = {"load_in_4bit": 4, "load_in_8bit": 8}.get(key, draft.left[key])
-    if by not in ("bnb", "bitsandbytes"):
+    if str(draft.left.get("quantization_method") or "bnb") not in ("bnb", "bitsandbytes"):
         return None
     if bits == 4 and kind == "nf4":
-        return "nf4_single" if any(given.get(key) is False for key in SINGLE) else "nf4"
+        return "nf4_single" if False in map(given.get, SINGLE.split()) else "nf4"
     return "int8" if bits == 8 else None
-
-
-def listed(value: Any) -> list[str]:
-    """``"a, b"`` or a list, as a list."""
-    items = value.split(",") if isinstance(value, str) else list(value)
-    return [str(item).strip() for item in items if str(item).strip()]

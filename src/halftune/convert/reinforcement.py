@@ -2,64 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from halftune.convert.draft import Draft, is_off, number, table
 
-from halftune.convert.draft import Draft, is_off
-from halftune.convert.trainer import number
-
-RENAMED = {
-    "num_generations": "method.num_generations",
-    "max_completion_length": "method.max_completion_length",
-    "num_iterations": "method.num_iterations",
-    "importance_sampling_level": "method.importance_sampling",
-    "mask_truncated_completions": "method.mask_truncated",
-    "top_k": "method.top_k",
-}
-NUMBERS = {
-    "temperature": "method.temperature",
-    "top_p": "method.top_p",
-    "beta": "method.beta",
-    "epsilon": "method.epsilon",
-    "epsilon_high": "method.epsilon_high",
-}
-LOSSES = ("grpo", "dr_grpo", "dapo")
-SCALES = {"group": True, True: True, "none": False, False: False}
-# TRL's own reward functions → ours, and what differs.
-REWARDS: dict[str, tuple[dict[str, Any], str]] = {
-    "accuracy_reward": ({"function": "same_maths"}, "compares with the column answer; there, solution"),
-    "think_format_reward": (
-        {"function": "matches", "pattern": r"(?s)<think>(?!.*<think>).*?</think>.*"},
-        "the same pattern, on the whole answer",
-    ),
-    "get_soft_overlong_punishment": (
-        {"function": "overlong", "soft_tokens": 256},
-        "the penalty ends at max_completion_length; there, at 1,280 tokens",
-    ),
-}
 _LONGEST_PROMPT = 1024
-_NO_MODEL = "a model as reward is not supported; name a function in reward_funcs"
-_OTHER = "this part of the loss is not supported yet"
-OFF = {
-    **dict.fromkeys(("entropy_coef", "use_adaptive_entropy", "off_policy_mask_threshold", "delta"), _OTHER),
-    "rollout_func": "answers come from the model or a vLLM server",
-    "generation_kwargs": "sampling has temperature, top_p and top_k",
-    "min_p": "sampling has temperature, top_p and top_k",
-    "replay_buffer_size": "answers are used once",
-    "use_data_producer": "answers are sampled before each step, by the present weights",
-    "async_prefetch": "answers are sampled before each step, by the present weights",
-    "vllm_structured_outputs_regex": "answers are sampled freely",
-    "vllm_guided_decoding_regex": "answers are sampled freely",
-}
-# Keys of one of these parts, or without an effect on what is learned.
-NONE = (
-    "log_completions", "num_completions_to_print", "log_unique_prompts", "log_multimodal", "remove_unused_columns",
-    "ds3_gather_for_generation", "cache_implementation", "use_liger_loss", "use_liger_kernel", "reward_num_workers",
-    "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target", "ref_model_mixup_alpha",
-    "ref_model_sync_steps", "replay_recompute_logps", "use_transformers_paged",
-    "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_max_model_length",
-    "vllm_enable_sleep_mode", "vllm_model_impl", "vllm_group_port", "vllm_lora_sync", "vllm_sync_interval",
-    "vllm_mode",
-)  # fmt: skip
 
 
 def is_grpo(draft: Draft) -> bool:
@@ -73,35 +18,18 @@ def of_trl(draft: Draft) -> None:
     Raises:
         Refusal: rewards that are not functions, or a part of another method.
     """
-    draft.unsupported(("reward_model_name_or_path", "reward_model_path"), _NO_MODEL)
+    draft.follow("reinforcement.models")
     for key in ("normalize_advantages", "reward_clip_range"):
         if key in draft.left:
             raise draft.refuse(key, "RLOO's trainer is not supported; GRPO with leave_one_out: true is its estimator")
     draft.put("method.type", "grpo")
-    draft.rename(RENAMED)
-    for key, ours in NUMBERS.items():
-        draft.move(key, ours, number)
-    draft.default("method.num_generations", 8, "num_generations")
-    draft.default("method.max_completion_length", 512, "max_completion_length")
-    _loss(draft)
+    draft.follow("reinforcement.grpo")
     _rewards(draft)
     _server(draft)
-    if str(draft.left.get("multi_objective_aggregation") or "sum_then_normalize") == "sum_then_normalize":
-        draft.drop({"multi_objective_aggregation": "rewards are summed, then normalised"})
-    draft.drop({"multi_objective_aggregation": "GDPO is not supported yet"}, "refused")
-    if draft.left.get("repetition_penalty") == 1.0:
-        draft.none("repetition_penalty", "is off")
-    if draft.left.get("top_entropy_quantile") == 1.0:
-        draft.none("top_entropy_quantile", "is off")
-    draft.idle({"num_generations_eval": draft.get("method.num_generations")}, "is num_generations")
-    draft.drop({"num_generations_eval": "an evaluation has as many answers as a step"}, "changed")
-    reference = dict.fromkeys(("use_bias_correction_kl", "sync_ref_model"), _OTHER)
-    if not draft.get("method.beta"):
-        draft.drop(dict.fromkeys(reference, "beta is 0: there is no reference"))
-    draft.move("chat_template_kwargs", "model.chat_template_kwargs")
-    draft.drop({"repetition_penalty": "sampling has none", "top_entropy_quantile": _OTHER}, "refused")
-    draft.drop({**OFF, **reference}, "refused")
-    draft.drop(dict.fromkeys(NONE, "nothing that is learned depends on it"))
+    draft.follow("reinforcement.parts")
+    if draft.left.get("num_generations_eval") == draft.get("method.num_generations"):
+        draft.none("num_generations_eval", "is num_generations")
+    draft.follow("reinforcement.grpo_end", "reinforcement.grpo_refused", "reinforcement.none")
 
 
 def of_axolotl(draft: Draft) -> None:
@@ -113,19 +41,8 @@ def of_axolotl(draft: Draft) -> None:
     draft.none("rl", "method.type: grpo")
     section = draft.take("trl")
     draft.left.update(section if isinstance(section, dict) else {})
-    draft.drop({"vllm": "the server is started by itself"})
+    draft.drop("vllm", "the server is started by itself")
     of_trl(draft)
-
-
-def _loss(draft: Draft) -> None:
-    loss = draft.left.get("loss_type")
-    if loss in LOSSES:
-        draft.translated("loss_type", "method.loss", loss)
-    draft.drop({"loss_type": "this loss is not supported yet"}, "refused")
-    scale = draft.left.get("scale_rewards")
-    if scale in SCALES:
-        draft.translated("scale_rewards", "method.scale_rewards", SCALES[scale])
-    draft.drop({"scale_rewards": "rewards are scaled by their group, or not at all"}, "refused")
 
 
 def _rewards(draft: Draft) -> None:
@@ -142,8 +59,9 @@ def _rewards(draft: Draft) -> None:
     made, reasons = [], []
     for name, weight in zip(map(str, names), weights, strict=False):
         module, _, function = name.rpartition(".")
-        reward, why = REWARDS.get(name, ({"function": function, "file": f"{module.replace('.', '/')}.py"}, ""))
-        why = why or "prompts and completions are texts; there, messages where prompts are conversations"
+        usual = "prompts and completions are texts; there, messages where prompts are conversations"
+        own = {"function": function, "file": f"{module.replace('.', '/')}.py"}
+        reward, why = table("reinforcement", "rewards").get(name, (own, usual))
         made.append(reward if weight == 1 else {**reward, "weight": number(weight)})
         reasons.append(f"{name}: {why}")
     draft.changed("reward_funcs", "method.rewards", made, "; ".join(reasons))
@@ -151,36 +69,27 @@ def _rewards(draft: Draft) -> None:
 
 def _server(draft: Draft) -> None:
     """A vLLM server; in the trainer's own process, the model itself samples the same answers."""
-    used, mode = draft.take("use_vllm"), draft.left.get("vllm_mode") or "colocate"
-    url, host = draft.take("vllm_server_base_url"), draft.take("vllm_server_host")
-    port, seconds = draft.take("vllm_server_port"), draft.take("vllm_server_timeout")
-    if used and (mode == "server" or url):
-        draft.put("method.server", {"url": url or f"http://{host or '0.0.0.0'}:{port or 8000}"})
-        why = "the server is vLLM's own, started with --enable-lora; there, it is TRL's"
-        draft.changed("use_vllm", "", None, why)
+    used, alone = draft.left.get("use_vllm"), draft.left.get("vllm_mode") == "server"
+    names = ("base_url", "host", "port", "timeout")
+    url, host, port, seconds = (draft.take(f"vllm_server_{name}") for name in names)
+    if used and (url or alone):
+        draft.put("method.server.url", url or f"http://{host or '0.0.0.0'}:{port or 8000}")
         if seconds:
             draft.put("method.server.timeout_seconds", number(seconds))
-    elif used:
-        draft.none("use_vllm", "answers are sampled by the model in training")
-    for key in ("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max"):
-        if used and mode == "server" and draft.has(key):
-            draft.translated(key, "method.server.max_weight", number(draft.take(key)))
-        elif key in draft.left:
-            draft.none(key, "belongs to vLLM")
-    _weights(draft, server=draft.get("method.server") is not None)
+    draft.follow("reinforcement.vllm")
+    _weights(draft)
 
 
-def _weights(draft: Draft, *, server: bool) -> None:
+def _weights(draft: Draft) -> None:
     """Weights of a server's answers, which are cut here; the model's own answers need none."""
-    correction, mode, lowest = (f"vllm_importance_sampling_{name}" for name in ("correction", "mode", "clip_min"))
+    correction, server = "vllm_importance_sampling_correction", draft.get("method.server")
+    draft.drop("vllm_importance_sampling_cap vllm_importance_sampling_clip_max", "belongs to vLLM")
     if server and draft.left.get(correction) is False:
         draft.translated(correction, "method.server.max_weight", None)
-        server = False
-    why = "weights of answers of a server are cut at max_weight"
-    if server:
-        draft.idle({correction: True, mode: "token_truncate"}, why)
-        draft.drop(dict.fromkeys((correction, mode, lowest), why), "changed")
-    draft.drop(dict.fromkeys((correction, mode, lowest), "answers have no weights"))
+    elif server:
+        draft.follow("reinforcement.cut")
+    more = "vllm_importance_sampling_mode vllm_importance_sampling_clip_min"
+    draft.drop(f"{correction} {more}", "answers have no weights")
 
 
 def dropout(draft: Draft) -> None:
@@ -190,7 +99,7 @@ def dropout(draft: Draft) -> None:
         return
     if draft.left.get(key, kind == "distill") and draft.get("adapter.dropout"):
         draft.put("adapter.dropout", 0.0)
-    draft.drop({key: "adapter.dropout: 0"})
+    draft.drop(key, "adapter.dropout: 0")
 
 
 def finish_grpo(draft: Draft) -> None:
@@ -212,12 +121,18 @@ def finish_grpo(draft: Draft) -> None:
         why += f": {answers} on a device, which {size} does not divide"
     draft.changed("per_device_train_batch_size", passes, draft.get(passes), why)
     if is_off(draft.source.get("max_length")):
-        given = draft.take("max_prompt_length")
-        longest = int(given or _LONGEST_PROMPT) + int(draft.get("method.max_completion_length"))
-        why = f"prompts have up to {_LONGEST_PROMPT:,} tokens; there, any length"
-        why = "a row with a longer prompt is left out; there, the prompt is cut" if given else why
-        draft.changed("max_prompt_length", "data.max_length", longest, why)
+        _longest(draft)
     draft.put("data.overlong", "drop")
+
+
+def _longest(draft: Draft) -> None:
+    """Prompt and answer together."""
+    given = draft.take("max_prompt_length")
+    why = "a row with a longer prompt is left out; there, the prompt is cut"
+    if not given:
+        given, why = _LONGEST_PROMPT, f"prompts have up to {_LONGEST_PROMPT:,} tokens; there, any length"
+    longest = int(given) + int(draft.get("method.max_completion_length"))
+    draft.changed("max_prompt_length", "data.max_length", longest, why)
 
 
 def is_gkd(draft: Draft) -> bool:
@@ -228,23 +143,9 @@ def is_gkd(draft: Draft) -> bool:
 def of_gkd(draft: Draft) -> None:
     """The keys of TRL's GKDConfig."""
     draft.put("method.type", "distill")
-    draft.move("teacher_model_name_or_path", "method.teacher", lambda name: {"name_or_path": str(name)})
-    draft.drop({"teacher_model_init_kwargs": "the plan decides how the teacher is loaded"}, "changed")
-    draft.drop({"seq_kd": "the teacher writes no answers: generate them first, and train on them"}, "refused")
-    draft.move("temperature", "method.temperature", number)
-    draft.default("method.temperature", 0.9, "temperature")
+    draft.follow("reinforcement.gkd")
     draft.put("method.sampling_temperature", draft.get("method.temperature"))
     draft.put("method.train_on", "last")
-    draft.move("beta", "method.beta", number)
-    draft.default("method.beta", 0.5, "beta")
-    share = draft.take("lmbda")
-    why = "this share of the examples of each batch; there, of the batches"
-    share = 0.5 if share is None else number(share)
-    if share in (0, 1):
-        draft.translated("lmbda", "method.on_policy", share)
-    else:
-        draft.changed("lmbda", "method.on_policy", share, why)
-    if draft.get("method.on_policy"):
-        draft.move("max_new_tokens", "method.max_completion_length")
-        draft.default("method.max_completion_length", 128, "max_new_tokens")
-    draft.drop({"max_new_tokens": "no answers are sampled"})
+    if not draft.has("lmbda"):
+        draft.left["lmbda"] = 0.5
+    draft.follow("reinforcement.gkd_answers")

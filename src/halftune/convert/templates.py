@@ -10,30 +10,10 @@ from typing import Any
 
 from halftune.config.chat_templates import TemplateRow, find_template
 from halftune.convert import images
-from halftune.convert.draft import Draft, is_off
+from halftune.convert.draft import Draft, is_off, table
 
-# Names in axolotl whose Jinja renders the text of ours for system, user and assistant turns.
-AXOLOTL = {
-    "aya", "chatml", "cohere", "deepseek_v2", "exaone", "falcon_h1", "gemma", "gemma3", "gemma3n", "gemma4",
-    "gemma4_unified", "jamba", "llama3", "llama4", "metharme", "mistral_v1", "phi_3", "phi_35", "qwen2_vl", "qwen3",
-    "qwen3_5", "qwen_25",
-}  # fmt: skip
-# Names in LLaMA-Factory whose frames are those of ours; each text keeps its white space there.
-LLAMA_FACTORY = {
-    "chatml", "cpm4", "deepseek3", "ernie_nothink", "falcon_h1", "gemma3", "gemma3n", "granite3", "llama3", "llama4",
-    "ministral", "mistral", "mistral_small", "moonlight", "opencoder", "phi", "phi4", "phi4_mini", "pixtral", "qwen",
-    "qwen2_omni", "qwen2_vl", "qwen3", "qwen3_nothink", "qwen3_5", "qwen3_5_nothink", "qwen3_vl", "qwen3_vl_nothink",
-    "smollm", "yi",
-}  # fmt: skip
-# Models → EOS of their tokenizer, which axolotl trains where the recipe names no other end of a turn.
-EOS = (
-    (re.compile(r"llama-?3.*instruct", re.IGNORECASE), "<|eot_id|>"),
-    (re.compile(r"llama-?4.*instruct", re.IGNORECASE), "<|eot|>"),
-    (re.compile(r"qwen(2|2\.5|3).*instruct|qwen3-[\d.]+b(-a[\d.]+b)?$", re.IGNORECASE), "<|im_end|>"),
-    (re.compile(r"command-?r|aya", re.IGNORECASE), "<|END_OF_TURN_TOKEN|>"),
-    (re.compile(r"gemma", re.IGNORECASE), "<eos>"),
-    (re.compile(r"phi-3.*instruct", re.IGNORECASE), "<|endoftext|>"),
-)
+# Names there that render as ours: the text in axolotl, the frames in LLaMA-Factory.
+AXOLOTL, LLAMA_FACTORY = (set(table("templates", framework)) for framework in ("axolotl", "llamafactory"))
 # Models whose own template writes text of its own at the beginning of an answer: thoughts, or the name of a channel.
 _OPENS = re.compile(r"gpt-oss|qwen3-[\d.]+b(-a[\d.]+b)?$|qwen3\.\d|smollm3|glm-4\.\d|deepseek-r1", re.IGNORECASE)
 _MISTRAL = re.compile(
@@ -47,26 +27,31 @@ _THOUGHT = "the empty thought of an answer without one has labels here, and none
 def axolotl_template(draft: Draft) -> None:
     """``chat_template`` and ``eot_tokens`` of a recipe whose sources are known."""
     key, asked = "chat_template", str(draft.take("chat_template") or "tokenizer_default")
-    unread = ""  # why nothing renders by the key
-    written = str(draft.left.get("chat_template_jinja") or "")
     if draft.get("data.images") or draft.get("data.audio"):
         images.axolotl_template(draft, key, asked)
-    elif draft.get("method.type") == "pretrain" or not any(map(_renders, _sources(draft))):
-        unread = "no source is rendered by a chat template"
-    elif _by_mistral(draft):
-        draft.translated("tokenizer_use_mistral_common", "model.chat_template", "mistral_v7_tekken")
-        draft.put("model.chat_template_kwargs", {"trim_answers": True})
-        unread = "the tokenizer of mistral-common does not read it"
-    elif written.endswith((".jinja", ".j2")) and (asked == "jinja" or key not in draft.source):
-        why = "an end of a turn that is not the tokenizer's EOS is trained here"
-        _own_text(draft, "chat_template_jinja", written, why)
-        unread = "chat_template_jinja holds"
+    elif unread := _unread(draft, key, asked):
+        if key in draft.source:
+            draft.none(key, unread)
     elif _OWN.fullmatch(asked):
         _own(draft, key)
     else:
         _named(draft, key, asked)
-    if unread and key in draft.source:
-        draft.none(key, unread)
+
+
+def _unread(draft: Draft, key: str, asked: str) -> str:
+    """Why nothing renders by the key; what renders in its place is dealt with."""
+    written = str(draft.left.get("chat_template_jinja") or "")
+    if draft.get("method.type") == "pretrain" or not any(map(_renders, _sources(draft))):
+        return "no source is rendered by a chat template"
+    if _by_mistral(draft):
+        draft.translated("tokenizer_use_mistral_common", "model.chat_template", "mistral_v7_tekken")
+        draft.put("model.chat_template_kwargs", {"trim_answers": True})
+        return "the tokenizer of mistral-common does not read it"
+    if written.endswith((".jinja", ".j2")) and (asked == "jinja" or key not in draft.source):
+        why = "an end of a turn that is not the tokenizer's EOS is trained here"
+        _own_text(draft, "chat_template_jinja", written, why)
+        return "chat_template_jinja holds"
+    return ""
 
 
 def _named(draft: Draft, key: str, asked: str) -> None:
@@ -97,7 +82,8 @@ def _ends(draft: Draft) -> set[str]:
     special = draft.source.get("special_tokens")
     eos = special.get("eos_token") if isinstance(special, dict) else None
     name = str(draft.get("model.name_or_path"))
-    known = eos or next((token for pattern, token in EOS if pattern.search(name)), "")
+    by_name = (token for pattern, token in table("templates", "eos").items() if re.search(pattern, name, re.IGNORECASE))
+    known = eos or next(by_name, "")
     return {known, *map(str, draft.source.get("eot_tokens") or ())}
 
 
@@ -147,16 +133,20 @@ def _nearest(draft: Draft, key: str, asked: str) -> None:
 
 def llamafactory_template(draft: Draft, key: str = "template") -> None:
     """``template`` of a recipe whose sources are known."""
-    asked = draft.take(key)
-    row = find_template(str(asked))
-    if asked is None:
+    if not draft.has(key):
         return
+    asked = str(draft.take(key))
+    row = find_template(asked) if asked in LLAMA_FACTORY else None
     if draft.get("data.images") or draft.get("data.audio"):
-        _with_images(draft, key, str(asked), row)
-        return
-    if row is None or asked not in LLAMA_FACTORY:
-        _nearest(draft, key, str(asked))
-        return
+        _with_media(draft, key, row)
+    elif row is None:
+        _nearest(draft, key, asked)
+    else:
+        _framed(draft, key, asked, row)
+
+
+def _framed(draft: Draft, key: str, asked: str, row: TemplateRow) -> None:
+    """A template whose frames are those of ours."""
     if row.trim:
         draft.put("model.chat_template_kwargs", {"trim": False, "trim_system": False})
     if _line_break(row) and draft.get("method.type") in _ANSWERS:
@@ -168,18 +158,17 @@ def llamafactory_template(draft: Draft, key: str = "template") -> None:
         draft.translated(key, "model.chat_template", asked)
 
 
-def _with_images(draft: Draft, key: str, asked: str, row: TemplateRow | None) -> None:
+def _with_media(draft: Draft, key: str, row: TemplateRow | None) -> None:
     """The model's own template writes the placeholders of images; the table says how its answers end."""
     own = "the model's own chat template renders conversations"
-    if row is None or asked not in LLAMA_FACTORY or row.trim:
+    if row is None or row.trim:
         draft.changed(key, "", None, own)
-        return
-    if row.empty_think or re.search("thinking", str(draft.get("model.name_or_path")), re.IGNORECASE):
+    elif row.empty_think or re.search("thinking", str(draft.get("model.name_or_path")), re.IGNORECASE):
         draft.changed(key, "", None, f"{own}, whose empty thoughts are others")
-        return
-    if _line_break(row):
-        draft.put("method.train_line_break", True)
-    draft.none(key, "the model's own chat template")
+    else:
+        if _line_break(row):
+            draft.put("method.train_line_break", True)
+        draft.none(key, "the model's own chat template")
 
 
 def _line_break(row: TemplateRow) -> bool:

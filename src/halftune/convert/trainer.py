@@ -8,25 +8,16 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from halftune.config.facts.families import causal_types
 from halftune.config.facts.folder import read_json
 from halftune.config.optimizers import OPTIMIZERS, SCHEDULES
-from halftune.convert.draft import Draft, is_off
-from halftune.convert.formats import listed
-from halftune.convert.names import LOGGERS
+from halftune.config.sections.training import Logger
+from halftune.convert.draft import Draft, is_off, listed, number, table
 from halftune.convert.optimizers import optimizer
 from halftune.core.errors import ModelError
 from halftune.core.files import read_limited
-
-_SAME = ("output_dir", "gradient_accumulation_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
-         "max_grad_norm", "seed", "save_total_limit")  # fmt: skip
-# Keys of axolotl, too.
-SHARED = {key: f"training.{key}" for key in _SAME}
-SHARED |= {"load_best_model_at_end": "training.load_best", "tf32": "precision.tf32"}
-_ONLY = ("num_train_epochs", "per_device_train_batch_size", "per_device_eval_batch_size", "torch_compile")
-RENAMED = SHARED | {key: f"training.{key}" for key in _ONLY} | {"run_name": "logging.run_name"}
 
 
 def convert_trainer(draft: Draft, folder: Path) -> None:
@@ -35,27 +26,19 @@ def convert_trainer(draft: Draft, folder: Path) -> None:
         draft.translated("max_grad_norm", "training.max_grad_norm", 0, "null: transformers 4 does not clip then")
     if draft.has("save_total_limit") and draft.left["save_total_limit"] <= 0:
         draft.none("save_total_limit", "not above 0: all checkpoints are kept")
-    draft.rename(RENAMED)
-    draft.move("learning_rate", "training.learning_rate", number)
-    steps = draft.take("max_steps")
-    if steps is not None and steps > 0:
-        draft.translated("max_steps", "training.max_steps", steps)
-    elif steps is not None:
+    draft.follow("trainer.shared", "trainer.arguments")
+    if draft.has("max_steps") and not draft.left["max_steps"] > 0:
         draft.none("max_steps", "negative: num_train_epochs holds")
+    draft.move("max_steps", "training.max_steps")
     warmup(draft)
     optimizer(draft, "optim")
     scheduler(draft, "lr_scheduler_type")
     report_to(draft)
     loggers(draft, ("swanlab",))
-    embedding_noise(draft)
+    draft.follow("trainer.noise")
     whole_steps(draft, "logging_steps", "training.logging_steps")
-    resume(draft)
-    draft.default("training.per_device_train_batch_size", 8, "per_device_train_batch_size")
-    if draft.get("training.max_steps") is None:
-        draft.default("training.num_train_epochs", 3, "num_train_epochs")
-    draft.default("training.lr_scheduler_type", "linear", "lr_scheduler_type")
-    if draft.get("training.save_total_limit") is None:
-        draft.default("training.save_total_limit", None, "save_total_limit (all are kept)")
+    draft.follow("trainer.resume")
+    draft.follow("trainer.defaults")
     offload(draft, folder)
     remote_code(draft)
     drop_trainer(draft)
@@ -63,18 +46,12 @@ def convert_trainer(draft: Draft, folder: Path) -> None:
 
 def best_metric(draft: Draft) -> None:
     """The metric of the best evaluation: ``eval_NAME_loss`` there is ``eval_loss_NAME`` here."""
-    metric = draft.take("metric_for_best_model")
-    if metric is None:
-        return
-    name = eval_name(str(metric).removeprefix("eval_").removesuffix("_loss"))
-    if metric in ("loss", "eval_loss"):
-        draft.none("metric_for_best_model", "is the default")
-    elif not draft.get("training.load_best") and not draft.get("training.early_stopping_patience"):
-        draft.none("metric_for_best_model", "no best evaluation is chosen")
-    elif str(metric).endswith("_loss") and name in [source.get("name") for source in draft.get("data.eval") or []]:
-        draft.translated("metric_for_best_model", "training.metric_for_best", f"eval_loss_{name}")
-    else:
-        draft.changed("metric_for_best_model", "", None, "the evaluation loss decides")
+    key = "metric_for_best_model"
+    name = eval_name(str(draft.left.get(key)).removeprefix("eval_").removesuffix("_loss"))
+    draft.follow("trainer.best_metric")
+    if str(draft.left.get(key)).endswith("_loss") and name in [one.get("name") for one in draft.get("data.eval") or []]:
+        draft.translated(key, "training.metric_for_best", f"eval_loss_{name}")
+    draft.drop(key, "the evaluation loss decides", "changed")
 
 
 def eval_name(name: str) -> str:
@@ -84,26 +61,11 @@ def eval_name(name: str) -> str:
 
 def drop_trainer(draft: Draft) -> None:
     """Label smoothing, and the keys of TrainingArguments without an equivalent; call it when the method is known."""
-    if draft.left.get("label_smoothing_factor") and draft.get("method.type") in ("sft", "pretrain"):
-        draft.move("label_smoothing_factor", "training.label_smoothing", number)
-    draft.move("full_determinism", "training.deterministic", bool)
-    _accelerator(draft)
-    draft.drop_listed("trainer")
-
-
-def _accelerator(draft: Draft) -> None:
-    """Of an accelerate config, only these options decide what a batch holds."""
+    draft.follow("trainer.exact")
     key, given = "accelerator_config", draft.left.get("accelerator_config")
     if isinstance(given, dict) and not any(map(given.get, ("split_batches", "gradient_accumulation_kwargs"))):
-        draft.drop({key: "says how rows reach the devices, and no more"})
-
-
-def number(value: Any) -> Any:
-    """``"1e-4"`` as a number."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
+        draft.drop(key, "says how rows reach the devices, and no more")
+    draft.drop_listed("trainer")
 
 
 def warmup(draft: Draft) -> None:
@@ -119,7 +81,7 @@ def warmup(draft: Draft) -> None:
         draft.none("warmup_ratio", "warmup_steps wins")
     elif ratio is not None:
         draft.translated("warmup_ratio", "training.warmup_ratio", ratio)
-    if not ratio and not steps and draft.get("training.warmup_steps") is None:
+    if draft.get("training.warmup_steps") is None:
         draft.default("training.warmup_ratio", 0.0, "warmup_ratio")
 
 
@@ -173,82 +135,50 @@ def scheduler(draft: Draft, key: str) -> None:
     ours, asked = "training.lr_scheduler_type", str(draft.left.get(key) or "")
     if OPTIMIZERS.get(draft.get("training.optim"), OPTIMIZERS["adamw"]).averages and not asked.startswith("constant"):
         draft.changed(key, ours, "constant_with_warmup", "the average of the weights takes the place of a falling rate")
-        draft.drop({"lr_scheduler_kwargs": "belongs to the schedule"})
+        draft.drop("lr_scheduler_kwargs", "belongs to the schedule")
         return
-    table = {name: name for name in SCHEDULES}
-    draft.words(key, ours, table, "cosine", "cosine takes its place")
-    _scheduler_options(draft)
-
-
-# schedule → option of it there → the key here
-_OPTIONS: dict[str, dict[str, str]] = {
-    "cosine_with_min_lr": {"min_lr_rate": "lr_min_ratio", "min_lr": "lr_min_ratio"},
-    "cosine_with_restarts": {"num_cycles": "lr_cycles"},
-    "polynomial": {"power": "lr_power", "lr_end": "lr_min_ratio"},
-    "warmup_stable_decay": {"min_lr_ratio": "lr_min_ratio", "num_decay_steps": "lr_decay_ratio"},
-}
-_USUAL = {"cosine": {"num_cycles": 0.5}, "cosine_with_min_lr": {"num_cycles": 0.5},
-          "warmup_stable_decay": {"num_cycles": 0.5, "warmup_type": "linear", "decay_type": "cosine"}}  # fmt: skip
-
-
-def _scheduler_options(draft: Draft) -> None:
-    """``lr_scheduler_kwargs``: lowest rate, cycles and power; what has no key here is named."""
-    key = "lr_scheduler_kwargs"
-    given = draft.left.get(key)
+    draft.words(key, ours, {name: name for name in SCHEDULES}, "cosine", "cosine takes its place")
+    given = draft.left.get("lr_scheduler_kwargs")
     if isinstance(given, str):
         with suppress(ValueError):
             given = json.loads(given)
-    if not isinstance(given, dict):
+    if isinstance(given, dict):
+        draft.take("lr_scheduler_kwargs")
+        for option, value in given.items():
+            _option(draft, str(draft.get(ours)), option, number(value))
+
+
+def _option(draft: Draft, schedule: str, option: str, value: Any) -> None:
+    """An option of ``lr_scheduler_kwargs``: lowest rate, cycles, power; what has no key here is refused."""
+    key, ours = f"lr_scheduler_kwargs.{option}", table("trainer", "schedules").get(schedule, {}).get(option)
+    whole = {"num_decay_steps": "max_steps", "min_lr": "learning_rate", "lr_end": "learning_rate"}.get(option)
+    if value is None or value == table("trainer", "usual_options").get(schedule, {}).get(option):
+        draft.none(key, "is the default")
         return
-    draft.take(key)
-    chosen, peak = draft.get("training.lr_scheduler_type"), number(draft.get("training.learning_rate"))
-    names, whole = _OPTIONS.get(str(chosen), {}), {"num_decay_steps": draft.get("training.max_steps")}
-    whole |= dict.fromkeys(("min_lr", "lr_end"), peak)
-    for option, value in given.items():
-        where, value, ours = f"{key}.{option}", number(value), names.get(option)
-        if value is None or value == _USUAL.get(str(chosen), {}).get(option):
-            draft.none(where, "is the default")
-            continue
-        if option in whole:
-            value = value / whole[option] if whole[option] else None
-        if ours is None or value is None:
-            needs = "max_steps" if option == "num_decay_steps" else "learning_rate"
-            draft.refused(where, f"{chosen} has no such option here" if ours is None else f"needs {needs}")
-        else:
-            draft.translated(where, f"training.{ours}", int(value) if ours == "lr_cycles" else value)
+    if whole:
+        total = number(draft.get(f"training.{whole}"))
+        value = value / total if total else None
+    if ours is None or value is None:
+        draft.refused(key, f"{schedule} has no such option here" if ours is None else f"needs {whole}")
+    else:
+        draft.translated(key, f"training.{ours}", int(value) if ours == "lr_cycles" else value)
 
 
-def continued(draft: Draft, key: str, own: Iterable[str]) -> bool:
+def continued(draft: Draft, key: str, own: str) -> bool:
     """Training that goes on from one adapter, whose config holds the settings ``own``; whether there is one."""
     start = listed(draft.left.get(key) or [])
     if len(start) != 1 or draft.left.get("create_new_adapter"):
         return False
     draft.translated(key, "adapter.name_or_path", start[0])
-    draft.drop(dict.fromkeys(own, "the adapter's own config sets it"))
+    draft.drop(own, "the adapter's own config sets it")
     return True
 
 
 def lora_plus(draft: Draft) -> None:
     """A higher learning rate for LoRA's B (LoRA+)."""
-    if draft.get("adapter.type") == "lora":
-        draft.move("loraplus_lr_ratio", "adapter.lora_plus_ratio", number)
+    draft.follow("trainer.lora_plus")
     if not draft.get("adapter.lora_plus_ratio") or "embed" not in str(draft.get("adapter.target_modules")):
-        draft.drop({"loraplus_lr_embedding": "LoRA+ has no adapter of an embedding here"})
-
-
-def embedding_noise(draft: Draft) -> None:
-    """NEFTune, under the names of transformers and of axolotl."""
-    for key in ("neftune_noise_alpha", "noisy_embedding_alpha"):
-        if draft.left.get(key):
-            why = "the noise follows the length of each sample, there that of the padded or packed row"
-            draft.changed(key, "training.neftune_alpha", number(draft.take(key)), why)
-
-
-def lowest_rate(draft: Draft) -> None:
-    """axolotl's cosine that ends above zero; call it after :func:`scheduler`."""
-    if draft.get("training.lr_scheduler_type") in (None, "cosine") and draft.has("cosine_min_lr_ratio"):
-        draft.put("training.lr_scheduler_type", "cosine_with_min_lr")
-        draft.move("cosine_min_lr_ratio", "training.lr_min_ratio", number)
+        draft.drop("loraplus_lr_embedding", "LoRA+ has no adapter of an embedding here")
 
 
 def grouping(draft: Draft) -> None:
@@ -273,7 +203,7 @@ def report_to(draft: Draft) -> None:
         return
     asked = draft.take("report_to")
     names = [asked] if isinstance(asked, str) else list(asked or [])
-    kept = [name for name in names if name in LOGGERS]
+    kept = [name for name in names if name in get_args(Logger)]
     lost = [name for name in names if name not in (*kept, "none", "None")]
     why = f"{', '.join(map(str, lost))}: not there; metrics.jsonl is" if lost else ""
     draft.translated("report_to", "logging.report_to", kept, why)
@@ -285,7 +215,7 @@ def loggers(draft: Draft, names: Iterable[str]) -> None:
         if not is_off(draft.left.get(f"use_{name}")):
             others = [one for one in draft.get("logging.report_to") or () if one != name]
             draft.translated(f"use_{name}", "logging.report_to", [*others, name])
-        draft.drop({f"use_{name}": "is off"})
+        draft.drop(f"use_{name}", "is off")
 
 
 def whole_steps(draft: Draft, key: str, ours: str) -> None:
@@ -310,19 +240,6 @@ def _share(draft: Draft, key: str, ours: str, value: Any) -> None:
         draft.translated(key, ours, math.ceil(share * total))
     else:
         draft.none(key, f"{value} of the run, whose length is not known here: every step is logged")
-
-
-def resume(draft: Draft) -> None:
-    """Where to go on from."""
-    if "resume_from_checkpoint" not in draft.left:
-        return
-    value = draft.take("resume_from_checkpoint")
-    if isinstance(value, str) and value.lower() not in ("true", "false", "none"):
-        draft.none("resume_from_checkpoint", "checkpoints of another framework cannot be resumed from here")
-    elif value in (None, False):
-        draft.none("resume_from_checkpoint", "a broken-off run goes on by itself; resume: never prevents that")
-    else:
-        draft.translated("resume_from_checkpoint", "training.resume", "auto")
 
 
 def evaluates(draft: Draft) -> bool:

@@ -6,20 +6,12 @@ import re
 from typing import get_args
 
 from halftune.config.sections.model import LoraAdapter
-from halftune.convert.draft import Draft
-from halftune.convert.formats import listed
+from halftune.convert.draft import Draft, listed, table
 from halftune.convert.trainer import continued
 
-LORA = {
-    "lora_r": "adapter.rank",
-    "lora_alpha": "adapter.alpha",
-    "lora_dropout": "adapter.dropout",
-    "lora_modules_to_save": "adapter.modules_to_save",
-    "peft_use_dora": "adapter.use_dora",
-    "peft_use_rslora": "adapter.use_rslora",
-}
 INITIAL = get_args(LoraAdapter.model_fields["init"].annotation)
-PEFT = ("peft_init_lora_weights", "peft_autocast_adapter_dtype")
+OF_LORA = " ".join(one for one in table("axolotl", "lora") if one != "peft_init_lora_weights")
+TARGETS = "lora_target_linear lora_target_modules"
 
 
 def adapter(draft: Draft) -> None:
@@ -33,8 +25,8 @@ def adapter(draft: Draft) -> None:
         raise draft.refuse("adapter", "not converted: lora, qlora and full fine-tuning are")
     if kind is None:
         draft.translated("adapter", "adapter.type", "none")
-        keys_of_lora = (*LORA, "lora_target_linear", "lora_target_modules", "lora_target_parameters", *PEFT)
-        draft.drop(dict.fromkeys(keys_of_lora, "adapter is not set: all weights are trained"))
+        more = "lora_target_parameters peft_init_lora_weights peft_autocast_adapter_dtype"
+        draft.drop(f"{OF_LORA} {TARGETS} {more}", "adapter is not set: all weights are trained")
         _unfrozen(draft)
         return
     if draft.left.get("unfrozen_parameters"):
@@ -42,48 +34,16 @@ def adapter(draft: Draft) -> None:
     draft.translated("adapter", "adapter.type", "lora", "its base: load_in_4bit" if kind == "qlora" else "")
     if kind == "qlora":
         draft.left.setdefault("load_in_4bit", True)
-    _dtype(draft)
-    if continued(draft, "lora_model_dir", (*LORA, "lora_target_linear", "lora_target_modules", PEFT[0])):
+    draft.follow("axolotl.dtype")
+    if continued(draft, "lora_model_dir", f"{OF_LORA} {TARGETS} peft_init_lora_weights"):
         return
-    draft.rename(LORA)
-    _initial(draft)
-    _targets(draft)
+    draft.follow("axolotl.lora")
+    if draft.left.get("peft_init_lora_weights") in INITIAL:
+        draft.move("peft_init_lora_weights", "adapter.init", str)
+    draft.follow("axolotl.targets")
+    if draft.get("adapter.target_parameters") and draft.get("adapter.target_modules") is None:
+        draft.put("adapter.target_modules", [])
     draft.default("adapter.dropout", 0.0, "lora_dropout")
-
-
-def _initial(draft: Draft) -> None:
-    """Initial weights."""
-    key, given = PEFT[0], draft.left.get(PEFT[0])
-    if given is True:
-        draft.none(key, "is the default")
-    elif given is False:
-        draft.refused(key, "the adapter does not begin as the base model there")
-    elif given in INITIAL:
-        draft.move(key, "adapter.init", str)
-
-
-def _dtype(draft: Draft) -> None:
-    """Adapters in fp32, unless they are left in the dtype of the base."""
-    key, compute = PEFT[1], draft.get("precision.compute")
-    if draft.left.get(key) is not False or compute == "fp32":
-        draft.drop({key: "trained weights are in fp32, there as here"})
-    elif compute == "bf16":
-        draft.translated(key, "precision.trainable", "bf16")
-    else:
-        draft.changed(key, "", None, "trained weights are in fp32")
-
-
-def quantised_experts(draft: Draft) -> None:
-    """Fused experts stay as they are unless this key is set, there as here."""
-    key = "quantize_moe_experts"
-    if not draft.left.get(key):
-        draft.drop({key: "is off"})
-    elif draft.get("adapter.target_parameters"):
-        draft.refused(key, "adapters on quantised experts are not supported: peft does not take them off again")
-    elif draft.get("model.quantization"):
-        draft.move(key, "model.quantize_experts", bool)
-    else:
-        draft.refused(key, "requires load_in_4bit or load_in_8bit")
 
 
 def _unfrozen(draft: Draft) -> None:
@@ -97,20 +57,3 @@ def _unfrozen(draft: Draft) -> None:
     literal = [re.sub(r"\.(?!\+)", r"\\.", one) for one in patterns]
     anchored = [one if one.startswith("^") else f"^(?:{one})" if "|" in one else f"^{one}" for one in literal]
     draft.translated("unfrozen_parameters", "adapter.train_only", anchored)
-
-
-def _targets(draft: Draft) -> None:
-    linear, modules = draft.take("lora_target_linear"), draft.take("lora_target_modules")
-    draft.move("lora_target_parameters", "adapter.target_parameters", listed)
-    if linear:
-        draft.translated("lora_target_linear", "adapter.target_modules", "all-linear")
-    elif linear is not None:
-        draft.none("lora_target_linear", "is off")
-    if modules and not linear:
-        target = modules if isinstance(modules, str) else listed(modules)  # text is one regular expression
-        draft.translated("lora_target_modules", "adapter.target_modules", target)
-    elif draft.get("adapter.target_parameters"):
-        if not linear:
-            draft.put("adapter.target_modules", [])
-    elif "lora_target_modules" in draft.source:
-        draft.none("lora_target_modules", "all linear layers are adapted anyway")

@@ -7,59 +7,25 @@ from pathlib import Path
 from typing import Any
 
 from halftune.convert import audio, images, preference, reinforcement
-from halftune.convert.axolotl.adapter import adapter, quantised_experts
+from halftune.convert.axolotl.adapter import adapter
 from halftune.convert.axolotl.data import data
-from halftune.convert.draft import Draft, is_off
-from halftune.convert.formats import attention, listed, precision, quantization
+from halftune.convert.draft import Draft, is_off, listed, number, table
+from halftune.convert.formats import attention, precision, quantization
 from halftune.convert.optimizers import optimizer
 from halftune.convert.trainer import (
-    SHARED,
     drop_trainer,
-    embedding_noise,
     evaluates,
     loggers,
     lora_plus,
-    lowest_rate,
-    number,
     offload,
     periods,
     remote_code,
-    resume,
     scheduler,
     warmup,
     whole_steps,
 )
 
-RENAMED = {
-    **SHARED,
-    "base_model": "model.name_or_path",
-    "revision_of_model": "model.revision",
-    "tokenizer_config": "model.tokenizer",
-    "num_epochs": "training.num_train_epochs",
-    "max_steps": "training.max_steps",
-    "micro_batch_size": "training.per_device_train_batch_size",
-    "eval_batch_size": "training.per_device_eval_batch_size",
-    "early_stopping_patience": "training.early_stopping_patience",
-    "loss_watchdog_threshold": "training.stop_above_loss",
-    "loss_watchdog_patience": "training.stop_above_loss_steps",
-    "sequence_len": "data.max_length",
-    "val_set_size": "data.eval_split",
-    "dataset_processes": "data.num_workers",
-    "dataset_num_proc": "data.num_workers",
-    "default_system_message": "data.system",
-}
-FLAGS = {
-    "flash_attention": "flash_attention_2",
-    "sdp_attention": "sdpa",
-    "flex_attention": "flex_attention",
-    "eager_attention": "eager",
-    "xformers_attention": "xformers",
-    "sage_attention": "sage",
-}
 ROLES = {"bos_token": "bos", "eos_token": "eos", "pad_token": "pad", "unk_token": ""}
-# Plugins whose loss changes nothing that is learned; each other one may.
-PLUGINS = {"CutCrossEntropyPlugin", "LigerPlugin", "KernelsPlugin", "ExpertParallelPlugin", "SwanLabPlugin",
-           "LMEvalPlugin"}  # fmt: skip
 
 
 def convert(draft: Draft, folder: Path) -> None:
@@ -71,14 +37,14 @@ def convert(draft: Draft, folder: Path) -> None:
     method = preference.of_axolotl(draft)
     if is_off(draft.left.get("datasets")) and is_off(draft.left.get("pretraining_dataset")):
         raise draft.refuse("datasets", "names no data to train on")
-    draft.idle({"save_total_limit": 0}, "is 0: the default holds")
-    draft.rename(RENAMED)
-    draft.move("learning_rate", "training.learning_rate", number)
+    if draft.left.get("save_total_limit") == 0:
+        draft.none("save_total_limit", "is 0: the default holds")
+    draft.follow("trainer.shared", "axolotl.names")
     precision(draft, default="auto")
     _attention(draft)
     adapter(draft)
     quantization(draft, "base_model")
-    quantised_experts(draft)
+    draft.follow("axolotl.experts")
     _plugins(draft)
     images.of_axolotl(draft, method)
     audio.of_axolotl(draft, method)
@@ -89,7 +55,8 @@ def convert(draft: Draft, folder: Path) -> None:
         reinforcement.finish_grpo(draft)
     else:
         preference.finish(draft, method)
-    _logging(draft)
+    draft.follow("axolotl.logging")
+    loggers(draft, ("tensorboard", "mlflow", "swanlab", "trackio"))
     offload(draft, folder)
     remote_code(draft)
     _tokens(draft)
@@ -97,44 +64,29 @@ def convert(draft: Draft, folder: Path) -> None:
     if (draft.left.get("model_quantization_config_kwargs") or {}).get("dequantize"):
         for key in ("model_quantization_config", "model_quantization_config_kwargs"):
             draft.none(key, "weights are widened on load")
-    _without_effect(draft, method)
+    _without_effect(draft)
     draft.drop_listed("axolotl")
     drop_trainer(draft)
 
 
-def _without_effect(draft: Draft, method: str) -> None:
+def _without_effect(draft: Draft) -> None:
     """Keys that do nothing there without another one."""
-    schedule, lowest = draft.get("training.lr_scheduler_type"), number(draft.source.get("cosine_min_lr_ratio"))
-    cosine = schedule in (None, "cosine", "cosine_with_min_lr")
-    draft.idle({"cosine_constant_lr_ratio": 1}, "is 1: the rate falls to the end")
+    draft.follow("axolotl.without_effect")
+    _embedding_rates(draft)
+    if is_off(draft.source.get("relora", True)):
+        draft.drop("relora_prune_ratio relora_steps", "belongs to relora")
+    if number(draft.left.get("min_sample_len") or 0) <= 2:
+        draft.drop("min_sample_len", "every row is longer")
+
+
+def _embedding_rates(draft: Draft) -> None:
     if not draft.get("training.weight_decay"):  # there, embeddings with a rate of their own do not decay
-        draft.idle({"embedding_lr": draft.source.get("learning_rate"), "embedding_lr_scale": 1}, "is learning_rate")
-    parts = {
-        "lisa_n_layers": not is_off(draft.left.get("lisa_n_layers")),
-        "the embedding, which is not trained": draft.get("adapter.type") == "none"
-        or bool(draft.get("adapter.modules_to_save") or re.search("embed|head", str(draft.get("adapter")))),
-        "relora": "relora" not in draft.source or not is_off(draft.source["relora"]),
-        "processor_type": not is_off(draft.source.get("processor_type")),
-        "cosine_min_lr_ratio": cosine and bool(lowest),
-        "lr_scheduler: cosine": cosine and draft.get("training.warmup_ratio") != 0,
-        "rl": bool(method),
-        "min_sample_len": number(draft.left.get("min_sample_len") or 0) > 2,
-    }
-    for key, part in (
-        ("lisa_step_interval", "lisa_n_layers"),
-        ("lisa_layers_attribute", "lisa_n_layers"),
-        ("embedding_lr", "the embedding, which is not trained"),
-        ("embedding_lr_scale", "the embedding, which is not trained"),
-        ("relora_prune_ratio", "relora"),
-        ("relora_steps", "relora"),
-        ("image_size", "processor_type"),
-        ("cosine_constant_lr_ratio", "cosine_min_lr_ratio"),
-        ("lr_quadratic_warmup", "lr_scheduler: cosine"),
-        ("trl", "rl"),
-        ("min_sample_len", "min_sample_len"),
-    ):
-        if not parts[part]:
-            draft.drop({key: "every row is longer" if key == part else f"belongs to {part}"})
+        for key, usual in (("embedding_lr", draft.source.get("learning_rate")), ("embedding_lr_scale", 1)):
+            if draft.has(key) and draft.left[key] == usual:
+                draft.none(key, "is learning_rate")
+    trained = draft.get("adapter.modules_to_save") or re.search("embed|head", str(draft.get("adapter")))
+    if draft.get("adapter.type") != "none" and not trained:
+        draft.drop("embedding_lr embedding_lr_scale", "belongs to the embedding, which is not trained")
 
 
 def _tokens(draft: Draft) -> None:
@@ -154,9 +106,8 @@ def _add(draft: Draft, key: str, tokens: list[Any]) -> None:
 
 
 def _special_tokens(draft: Draft, tokens: dict[str, Any]) -> None:
-    given = {key: token for key, token in tokens.items() if token is not None}
-    tokens = {key: token for key, token in given.items() if key != "additional_special_tokens"}
-    if added := given.get("additional_special_tokens"):
+    tokens = {key: token for key, token in tokens.items() if token is not None}
+    if added := tokens.pop("additional_special_tokens", None):
         _add(draft, "special_tokens: additional_special_tokens", listed(added))
     if tokens.keys() <= {"pad_token"}:
         draft.none("special_tokens", "padding is masked by position, whatever its token")
@@ -168,16 +119,11 @@ def _special_tokens(draft: Draft, tokens: dict[str, Any]) -> None:
 
 def _model_config(draft: Draft) -> None:
     """Changes of config.json: the loss of experts' routers, and nothing else."""
-    changes = draft.left.get("model_config")
-    if is_off(changes) or changes == {"use_cache": False}:
-        draft.drop({"model_config": "answers are generated with a cache, or without: they are the same"})
-        return
-    asked = isinstance(changes, dict) and changes.get("output_router_logits")
-    if not asked or changes.keys() - {"output_router_logits", "router_aux_loss_coef"}:
-        draft.refused("model_config", "the model's own settings hold: another model would be trained")
-    else:
+    changes, routers = draft.left.get("model_config"), {"output_router_logits", "router_aux_loss_coef"}
+    if isinstance(changes, dict) and changes.get("output_router_logits") and changes.keys() <= routers:
         coefficient = changes.get("router_aux_loss_coef", "model")
         draft.translated("model_config", "training.router_aux_loss_coef", coefficient)
+    draft.follow("axolotl.config")
 
 
 def _plugins(draft: Draft) -> None:
@@ -185,30 +131,28 @@ def _plugins(draft: Draft) -> None:
     if "plugins" not in draft.left:
         return
     names = [str(name) for name in draft.take("plugins") or []]
-    if other := [name for name in names if name.rpartition(".")[2] not in PLUGINS]:
+    if other := [name for name in names if name.rpartition(".")[2] not in table("axolotl", "plugins")]:
         draft.refused("plugins", f"{', '.join(other)}: may change what is learned")
     else:
         draft.none("plugins", "faster kernels and loggers, with the same result")
 
 
 def _attention(draft: Draft) -> None:
-    for key, name in FLAGS.items():
-        value = draft.take(key)
-        if value:
-            attention(draft, key, name)
-        elif key in draft.source:
+    for key, name in table("axolotl", "flags").items():
+        if draft.left.get(key):
+            draft.left[key] = name
+            attention(draft, key)
+        elif key in draft.left:
             draft.none(key, "is off")
-    for key in ("attn_implementation", "attention"):
-        if draft.has(key):
-            attention(draft, key, draft.take(key))
+    attention(draft, "attn_implementation", "attention")
 
 
 def _training(draft: Draft) -> None:
     optimizer(draft, "optimizer")
     scheduler(draft, "lr_scheduler")
-    lowest_rate(draft)
+    draft.follow("trainer.lowest_rate")
     lora_plus(draft)
-    embedding_noise(draft)
+    draft.follow("trainer.noise")
     if draft.left.get("warmup_steps") is None and draft.left.get("warmup_ratio") is None:
         _usual_warmup(draft)
     warmup(draft)
@@ -222,15 +166,10 @@ def _training(draft: Draft) -> None:
         draft.translated("gradient_checkpointing", "training.gradient_checkpointing", True, why)
     elif checkpointing is not None:
         draft.translated("gradient_checkpointing", "training.gradient_checkpointing", checkpointing)
-    draft.move("torch_compile", "training.torch_compile", lambda value: value is True)
+    draft.follow("axolotl.training")
     _periods(draft)
     whole_steps(draft, "logging_steps", "training.logging_steps")
-    resume(draft)
-    if draft.get("training.max_steps") is None:
-        draft.default("training.num_train_epochs", 1, "num_epochs")
-    draft.default("training.per_device_train_batch_size", 1, "micro_batch_size")
-    draft.default("training.gradient_checkpointing", False, "gradient_checkpointing")
-    draft.default("training.output_dir", "model-out", "output_dir")
+    draft.follow("trainer.resume", "axolotl.defaults")
 
 
 def _usual_warmup(draft: Draft) -> None:
@@ -265,13 +204,3 @@ def _period(times: Any, epochs: Any) -> float | str:
     numbers = all(isinstance(one, int | float) and 0 < one < 1e9 for one in (times, epochs))
     share = 1.0 / (times * epochs) if numbers else 1.0
     return share if times != 1 and share < 1 else "epoch"
-
-
-def _logging(draft: Draft) -> None:
-    if draft.left.get("wandb_project"):
-        why = "set WANDB_PROJECT for the project's name"
-        draft.translated("wandb_project", "logging.report_to", ["wandb"], why)
-    if draft.left.get("wandb_name"):
-        draft.move("wandb_name", "logging.run_name")
-    draft.drop(dict.fromkeys(("wandb_project", "wandb_name"), "is off"))
-    loggers(draft, ("tensorboard", "mlflow", "swanlab", "trackio"))

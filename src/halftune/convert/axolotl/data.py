@@ -5,48 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from halftune.convert import images, preference
-from halftune.convert.draft import Draft, misspelt
-from halftune.convert.formats import listed
+from halftune.convert.draft import Draft, listed, misspelt, table
 from halftune.convert.templates import axolotl_template
-from halftune.convert.trainer import grouping, number
+from halftune.convert.trainer import grouping
 
-# Keys of an entry of `datasets` that say what is trained → (the values that hold here, why others do not).
-LABELS = {
-    "roles_to_train": (
-        (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]),
-        "other turns than the assistant's would not be trained",
-    ),
-    "train_on_eos": (("turn",), "the end of each answer is always trained"),
-    "train_on_eot": (("turn",), "the end of each answer is always trained"),
-    "message_field_training": (("train",), "messages are marked by train or weight only"),
-    "message_field_training_detail": ((), "parts of a message cannot be marked"),
-    "shards": ((1,), "a part of a data set by number is not supported yet: samples takes as many rows, others"),
-    "split_thinking": ((False,), "thinking inside an answer stays there, unless the chat template parts it"),
-}
-# What is read of an entry of `datasets`; each other key of it is named in the report.
-READ = {
-    *("drop_system_message", "shards_idx", "preprocess_shards", "field_chosen", "field_rejected"),
-    *("path", "data_files", "name", "split", "ds_type", "type", "field", "field_messages", "field_tools"),
-    *("message_property_mappings", "message_field_role", "message_field_content", *LABELS),
-}
+LABELS, TYPES = table("axolotl", "labels"), table("axolotl", "types")
+READ = {*table("axolotl", "read"), *LABELS}
 USUAL = {"text": ("text",), "messages": ("messages", "conversations"), "tools": ("tools",)}
-# Types of data sets → our format, and the prompt that stands in place of the chat template.
-TYPES = {
-    "": ("", ""),
-    "chat_template": ("", ""),
-    "sharegpt": ("", ""),
-    "completion": ("text", ""),
-    **dict.fromkeys(("alpaca", "alpaca:instruct"), ("alpaca", "alpaca")),
-    **dict.fromkeys(("alpaca:chat", "alpaca_chat", "alpaca_chat.load"), ("alpaca", "alpaca_chat")),
-    "alpaca:chatml": ("alpaca", "alpaca_chatml"),
-    "alpaca:phi": ("alpaca", "alpaca_phi"),
-    "gpteacher": ("alpaca", "alpaca"),
-}
 ANSWERS = {"gpteacher": "response"}  # column of the answer, where it is not alpaca's
 REASONING = ("reasoning_content", "reasoning", "thinking")  # columns of a message that are found by themselves
 SPEAKERS = (("role", "content"), ("from", "value"))
 ROLES = {"user": {"user", "human"}, "assistant": {"assistant", "gpt"}, "system": {"system"}, "tool": {"tool"}}
-OVERLONG = {"drop": "drop", "raise": "error", "truncate": "keep_start"}
 
 
 def data(draft: Draft, method: str) -> None:
@@ -55,19 +24,14 @@ def data(draft: Draft, method: str) -> None:
     sources = [*_sources(draft, "datasets", "data.train"), *_sources(draft, "test_datasets", "data.eval")]
     _labels(draft)
     if method:
-        draft.drop({"train_on_inputs": "answers are compared"})
+        draft.drop("train_on_inputs", "answers are compared")
     else:
         _learned(draft, sources, pretrain=pretrain)
     if draft.get("data.images") or draft.get("data.audio"):
         images.labels(draft)
         images.length(draft)
     axolotl_template(draft)
-    draft.move("dataset_exact_deduplication", "data.deduplicate", bool)
-    draft.move("sample_packing", "data.packing", bool)
-    draft.words("excess_length_strategy", "data.overlong", OVERLONG, "drop", "rows that are too long are dropped")
-    draft.default("data.overlong", "drop", "excess_length_strategy")
-    draft.default("data.max_length", 512, "sequence_len")
-    draft.default("data.packing", False, "sample_packing")
+    draft.follow("axolotl.data")
     grouping(draft)
 
 
@@ -79,20 +43,16 @@ def _learned(draft: Draft, sources: list[dict[str, Any]], *, pretrain: bool) -> 
         raise draft.refuse("datasets", f"{why}; halftune trains one kind in a run: make a recipe of each")
     if pretrain or True in kinds:
         draft.put("method.type", "pretrain")
-        draft.drop({"train_on_inputs": "pre-training trains every token"})
-        draft.drop({"use_eaft": "the EAFT loss is that of answers only"}, "refused")
+        draft.follow("axolotl.pretrain")
         return
     draft.put("method.type", "sft")
-    if draft.left.get("use_eaft"):
-        draft.translated("use_eaft", "method.loss", "eaft")
-        draft.move("eaft_alpha", "method.eaft_alpha", number)
-        draft.move("eaft_k", "method.eaft_tokens")
+    draft.follow("axolotl.eaft")
+    if draft.get("method.loss"):
         draft.put("method.eaft_scale", 1.0)
     if draft.left.get("train_on_inputs") and not all(source.get("prompt") for source in sources):
         why = "headers of turns have labels too; there, only the texts and the ends of turns"
         draft.changed("train_on_inputs", "method.train_on", "all", why)
-    else:
-        draft.move("train_on_inputs", "method.train_on", lambda on: "all" if on else "assistant")
+    draft.follow("axolotl.inputs")
 
 
 def _sources(draft: Draft, key: str, ours: str) -> list[dict[str, Any]]:
@@ -164,13 +124,17 @@ def _files(entry: Any, template: Any) -> list[Any]:
     entry = dict(entry)
     if str(entry.get("chat_template") or "tokenizer_default") == str(template or "tokenizer_default"):
         entry.pop("chat_template", None)
-    roles = entry.get("roles")
-    if isinstance(roles, dict) and all(
-        set(listed(names or [])) <= ROLES.get(role, set()) for role, names in roles.items()
-    ):
+    if _usual(entry.get("roles")):
         entry.pop("roles")
     files = entry.get("data_files")
     return [entry | {"data_files": one} for one in files] if isinstance(files, list) and files else [entry]
+
+
+def _usual(roles: Any) -> bool:
+    """Whether names of roles are those that are found by themselves."""
+    return isinstance(roles, dict) and all(
+        set(listed(names or [])) <= ROLES.get(role, set()) for role, names in roles.items()
+    )
 
 
 def _type(entry: dict[str, Any]) -> str:

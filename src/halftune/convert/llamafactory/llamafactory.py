@@ -9,36 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from halftune.convert import audio, images, preference
-from halftune.convert.draft import Draft, is_off
-from halftune.convert.formats import attention, listed, precision, quantization
+from halftune.convert.draft import Draft, is_off, listed, number, table
+from halftune.convert.formats import attention, precision, quantization
+from halftune.convert.optimizers import project
 from halftune.convert.templates import llamafactory_template
-from halftune.convert.trainer import continued, convert_trainer, eval_name, grouping, lora_plus, number, periods
+from halftune.convert.trainer import continued, convert_trainer, eval_name, grouping, lora_plus, periods
 from halftune.core.files import read_limited
 
-MODEL = {
-    "model_name_or_path": "model.name_or_path",
-    "model_revision": "model.revision",
-    "preprocessing_num_workers": "data.num_workers",
-    "default_system": "data.system",
-}
-LORA = {
-    "lora_rank": "adapter.rank",
-    "lora_alpha": "adapter.alpha",
-    "lora_dropout": "adapter.dropout",
-    "use_rslora": "adapter.use_rslora",
-    "use_dora": "adapter.use_dora",
-}
-_SAME = {name: name for name in ("system", "tools", "images", "audios")}
-# Formats, and columns as dataset_info.json calls them → ours.
-COLUMNS = {
-    "alpaca": {
-        **{"images": "images", "audios": "audios"},
-        **{"prompt": "instruction", "query": "input", "response": "output"},
-        **{"system": "system", "history": "history"},
-    },
-    "sharegpt": {"messages": "conversations", **_SAME},
-    "messages": {"messages": "messages", **_SAME},
-}
 MEDIA = "video, and images or audio of this model or method, are not supported yet: only texts would be trained"
 # Names of the data sets that LLaMA-Factory brings: with images, with video, and with audio.
 MEDIA_NAMES = re.compile(r"mllm|llava|multimodal|pokemon_cap|omni|rlhf_v")
@@ -53,77 +30,61 @@ def convert(draft: Draft, folder: Path) -> None:
     Raises:
         Refusal: the stage or the fine-tuning type is not there, or it names no data to train on.
     """
-    stage = str(draft.take("stage") or "sft")
+    stage = draft.left["stage"] = str(draft.left.get("stage") or "sft")
     if stage not in (*METHODS, *preference.METHODS):
-        why = "not converted: sft, pt, dpo, kto and rm are"
-        raise draft.refuse("stage", why)
+        raise draft.refuse("stage", "not converted: sft, pt, dpo, kto and rm are")
     if is_off(draft.left.get("dataset")):
         raise draft.refuse("dataset", "there is nothing to train on: chat and export need no recipe")
     if not draft.left.get("do_train", draft.left.get("do_predict") is not True):
         raise draft.refuse("do_train", "it trains nothing: chat and evaluation need no recipe")
     if stage in METHODS:
         draft.translated("stage", "method.type", METHODS[stage])
-        draft.drop(dict.fromkeys(preference.LLAMAFACTORY_KEYS, f"stage is {stage}"))
+        draft.drop(table("preference", "llamafactory_keys"), f"stage is {stage}")
     else:
         preference.of_llamafactory(draft, stage)
-    draft.rename(MODEL)
+    draft.follow("llamafactory.model")
     precision(draft, default="fp32")
-    if draft.has("flash_attn"):
-        attention(draft, "flash_attn", draft.take("flash_attn"))
+    attention(draft, "flash_attn")
     _adapter(draft)
     _data(draft, stage, folder)
     quantization(draft, "model_name_or_path")
-    _checkpointing(draft)
-    draft.move("early_stopping_steps", "training.early_stopping_patience")
+    draft.follow("llamafactory.checkpointing")
     projected(draft)
     drop_keys(draft)
     convert_trainer(draft, folder)
-    if draft.take("use_muon"):
-        draft.translated("use_muon", "training.optim", "muon")
-    draft.default("training.learning_rate", 5.0e-5, "learning_rate")
+    draft.follow("llamafactory.muon")
     periods(draft)
-    draft.default("training.logging_steps", 500, "logging_steps")
-    draft.default("training.output_dir", "runs/converted", "output_dir")
+    draft.follow("llamafactory.output")
     preference.finish(draft, preference.METHODS.get(stage, ""), dropout=stage == "rm")
 
 
 def projected(draft: Draft) -> None:
-    """GaLore and APOLLO. Updates by layer come before gradients could be clipped."""
-    for name, scale in (("galore", 2.0), ("apollo", 32.0)):
-        if not draft.left.get(f"use_{name}"):
-            continue
-        usual = {"target": "all", "proj_type": "std", "proj": "random", "scale_type": "channel", "scale_front": False}
-        other = [key for key, value in usual.items() if draft.left.get(f"{name}_{key}") not in (None, value)]
-        if other or draft.left.get("optim") not in (None, "adamw_torch"):
-            draft.refused(f"use_{name}", f"{', '.join(other) or 'optim'}: only the default is supported")
-            return
-        draft.translated(f"use_{name}", "training.optim", name)
-        draft.drop({"optim": f"use_{name} decides"})
-        draft.put("training.projection_rank", int(draft.left.get(f"{name}_rank") or 16))
-        draft.put("training.projection_interval", int(draft.left.get(f"{name}_update_interval") or 200))
-        draft.put("training.projection_scale", number(draft.left.get(f"{name}_scale") or scale))
-        if draft.left.get(f"{name}_layerwise"):
-            draft.take("max_grad_norm")
-            draft.put("training.max_grad_norm", 0)
+    """GaLore and APOLLO."""
+    name = next((one for one in ("galore", "apollo") if draft.left.get(f"use_{one}")), "")
+    if not name:
         return
+    usual, numbers = table("llamafactory", "projected")[name], table("llamafactory", "projections")[name]
+    other = [option for option, value in usual.items() if draft.left.get(f"{name}_{option}") not in (None, value)]
+    if other or draft.left.get("optim") not in (None, "adamw_torch"):
+        draft.refused(f"use_{name}", f"{', '.join(other) or 'optim'}: only the default is supported")
+        return
+    draft.translated(f"use_{name}", "training.optim", name)
+    draft.drop("optim", f"use_{name} decides")
+    layerwise = bool(draft.left.get(f"{name}_layerwise"))
+    if layerwise:
+        draft.take("max_grad_norm")
+    project(draft, draft.left, numbers, layerwise=layerwise)
 
 
 def drop_keys(draft: Draft) -> None:
     """The keys of LLaMA-Factory without an equivalent."""
-    for key in ("freeze_vision_tower", "freeze_multi_modal_projector"):
-        if draft.left.get(key) is False:
-            draft.none(key, "no source has images: the part has no gradient")
+    draft.follow("llamafactory.frozen_parts")
     if draft.get("method.type") in (None, "sft"):
         _loss(draft)
-    _mixing(draft)
+    if draft.left.get("mix_strategy") in (None, "concat") or len(draft.get("data.train") or ()) == 1:
+        draft.drop("mix_strategy interleave_probs", "each row is seen once in an epoch")
     _tokens(draft)
     draft.drop_listed("llamafactory")
-
-
-def _mixing(draft: Draft) -> None:
-    """How sources are mixed: there, one behind the other, unless they are several and it is asked for."""
-    if draft.left.get("mix_strategy") in (None, "concat") or len(draft.get("data.train") or ()) == 1:
-        draft.drop(dict.fromkeys(("mix_strategy", "interleave_probs"), "each row is seen once in an epoch"))
 
 
 def _tokens(draft: Draft) -> None:
@@ -135,122 +96,80 @@ def _tokens(draft: Draft) -> None:
             why = "their rows begin as the mean of the others; there, with noise; in a message they stay plain text"
             draft.changed(key, "model.tokens.add", added, why)
     if not added or draft.left.get("init_special_tokens") == "noise_init":
-        draft.drop({"init_special_tokens": "says how rows of new tokens begin"})
-    draft.drop({"init_special_tokens": "rows of new tokens begin as the mean of the others"}, "changed")
+        draft.drop("init_special_tokens", "says how rows of new tokens begin")
+    draft.drop("init_special_tokens", "rows of new tokens begin as the mean of the others", "changed")
     plain = draft.get("adapter.type") == "lora" and not draft.get("adapter.name_or_path") and not added
     if draft.left.get("resize_vocab") and plain and not draft.get("adapter.modules_to_save"):
-        modules = ["embed_tokens", "lm_head"]
         why = "the vocabulary keeps its size; see that the model's embedding and output layer have these names"
-        draft.changed("resize_vocab", "adapter.modules_to_save", modules, why)
-    draft.drop({"resize_vocab": "rows are added where tokens are added"})
+        draft.changed("resize_vocab", "adapter.modules_to_save", ["embed_tokens", "lm_head"], why)
+    draft.drop("resize_vocab", "rows are added where tokens are added")
 
 
 def _loss(draft: Draft) -> None:
     """The loss of supervised fine-tuning; the first one that is on holds."""
-    if draft.left.get("use_dft_loss"):
-        draft.translated("use_dft_loss", "method.loss", "dft")
-    elif draft.left.get("use_eaft_loss"):
-        draft.translated("use_eaft_loss", "method.loss", "eaft")
-        draft.move("eaft_alpha", "method.eaft_alpha", number)
-    elif draft.left.get("use_asft_loss") and draft.left.get("asft_alpha") == 0:
-        draft.translated("use_asft_loss", "method.loss", "dft", "asft_alpha is 0")
-    elif draft.left.get("use_asft_loss"):
+    draft.follow("llamafactory.loss")
+    if draft.left.get("use_asft_loss") and draft.get("method.loss") is None:
         anchor = draft.take("ref_model") or draft.get("model.name_or_path")
         draft.put("method.teacher", {"name_or_path": anchor})
         draft.put("method.divergence_weight", number(draft.take("asft_alpha") or 0.1))
         draft.values["method"] |= {"sft_weight": 1.0, "sft_loss": "dft"}
         why = "the loss is a mean over the tokens of the global batch; there, a sum over micro-batches of their means"
         draft.changed("use_asft_loss", "method.type", "distill", why)
-    draft.drop(dict.fromkeys(("use_dft_loss", "use_eaft_loss", "use_asft_loss"), "another loss holds"))
-    draft.drop({"ref_model": "this loss has no reference"})
+    draft.follow("llamafactory.other_loss")
 
 
 def _adapter(draft: Draft) -> None:
-    kind = str(draft.take("finetuning_type") or "lora")
+    kind = draft.left["finetuning_type"] = str(draft.left.get("finetuning_type") or "lora")
     if kind not in ("lora", "full", "freeze", "oft"):
         raise draft.refuse("finetuning_type", "not converted: full, freeze, lora and oft are")
-    draft.translated("finetuning_type", "adapter.type", {"full": "none", "freeze": "none"}.get(kind, kind))
+    draft.follow("llamafactory.adapter_type")
     if kind != "lora":
-        draft.drop(dict.fromkeys((*LORA, "lora_target", "loraplus_lr_embedding"), f"finetuning_type is {kind}"))
+        draft.drop(table("llamafactory", "not_lora"), f"finetuning_type is {kind}")
     if kind == "freeze":
         frozen(draft)
-    if kind != "oft":
-        draft.drop(dict.fromkeys(("oft_rank", "oft_block_size", "oft_target"), f"finetuning_type is {kind}"))
-    if kind in ("full", "freeze"):
-        draft.drop(dict.fromkeys(("additional_target",), f"finetuning_type is {kind}"))
-        return
     if kind == "oft":
-        _oft(draft)
+        draft.follow("llamafactory.oft")
         return
-    if continued(draft, "adapter_name_or_path", (*LORA, "lora_target", "additional_target", "pissa_init")):
+    draft.drop(table("llamafactory", "not_oft"), f"finetuning_type is {kind}")
+    if kind != "lora":
+        draft.drop("additional_target", f"finetuning_type is {kind}")
+    elif continued(draft, "adapter_name_or_path", table("llamafactory", "of_an_adapter")):
         lora_plus(draft)
-        return
-    draft.rename(LORA)
-    _pissa(draft)
-    draft.default("adapter.rank", 8, "lora_rank")
-    draft.default("adapter.alpha", 2 * int(draft.get("adapter.rank")), "lora_alpha (twice the rank)")
-    draft.move("lora_target", "adapter.target_modules", _modules)
-    lora_plus(draft)
-    draft.move("additional_target", "adapter.modules_to_save", listed)
-
-
-def _modules(names: Any) -> str | list[str]:
-    return "all-linear" if listed(names) == ["all"] else listed(names)
+    else:
+        draft.follow("llamafactory.lora")
+        draft.default("adapter.alpha", 2 * int(draft.get("adapter.rank")), "lora_alpha (twice the rank)")
+        draft.follow("llamafactory.targets")
+        lora_plus(draft)
+        draft.move("additional_target", "adapter.modules_to_save", listed)
 
 
 def frozen(draft: Draft) -> None:
     """``finetuning_type: freeze``: the last n layers, or the first n; other modules by a part of their name."""
-    modules = listed(draft.take("freeze_trainable_modules") or "all")
-    layers = draft.take("freeze_trainable_layers")
-    draft.translated("freeze_trainable_layers", "adapter.train_layers", 2 if layers is None else int(layers))
-    if draft.left.get("use_llama_pro"):
-        draft.translated("use_llama_pro", "adapter.spread_layers", True)
-    if modules != ["all"]:
-        draft.refused("freeze_trainable_modules", "training parts of layers: write adapter.train_only yourself")
+    if not draft.has("freeze_trainable_layers"):
+        draft.left["freeze_trainable_layers"] = 2
+    draft.follow("llamafactory.frozen")
     if extra := draft.left.get("freeze_extra_modules"):
         found = [re.escape(name) for name in listed(extra)]
         draft.translated("freeze_extra_modules", "adapter.train_only", found)
 
 
-def _oft(draft: Draft) -> None:
-    """``finetuning_type: oft``: blocks of a size; a number of blocks is not supported."""
-    draft.move("oft_target", "adapter.target_modules", _modules)
-    draft.move("additional_target", "adapter.modules_to_save", listed)
-    if draft.take("oft_rank"):
-        draft.refused("oft_rank", "a number of blocks is not supported: set adapter.block_size")
-    draft.move("oft_block_size", "adapter.block_size")
-    draft.default("adapter.block_size", 32, "oft_block_size")
-
-
-def _pissa(draft: Draft) -> None:
-    """Initial weights by PiSSA."""
-    if not draft.left.get("pissa_init"):
-        return
-    steps = draft.take("pissa_iter")
-    init = {-1: "pissa", 4: "pissa_niter_4", 16: "pissa_niter_16"}.get(16 if steps is None else steps)
-    if init is None:
-        draft.refused("pissa_iter", "-1, 4 and 16 iterations are supported")
-    else:
-        draft.translated("pissa_init", "adapter.init", init)
-
-
 def _data(draft: Draft, stage: str, folder: Path) -> None:
     _named_sources(draft, folder, stage)
     draft.move("val_size", "data.eval_split")
-    _packing(draft, stage)
+    draft.follow("llamafactory.packing")
     _length(draft, stage)
     draft.move("moe_aux_loss_coef", "training.router_aux_loss_coef", number)
     grouping(draft)
     if draft.get("data.images"):
-        images.pixels(draft)
+        draft.follow("media.pixels")
     if draft.get("data.audio"):
         audio.rate(draft)
-    images.llamafactory_parts(draft)
+    if draft.get("data.images") or draft.get("data.audio"):
+        images.llamafactory_parts(draft)
     llamafactory_template(draft)
-    if draft.left.get("enable_thinking") is False:
-        draft.translated("enable_thinking", "model.chat_template_kwargs", {"enable_thinking": False})
+    draft.follow("llamafactory.thinking")
     if stage == "sft":
-        _labels(draft)
+        draft.follow("llamafactory.sft")
 
 
 def _length(draft: Draft, stage: str) -> None:
@@ -290,8 +209,8 @@ def _translate_names(draft: Draft, key: str, ours: str, folder: Path, samples: d
     elif base or where == ONLINE:
         draft.translated(key, ours, sources)
         if known.keys() >= set(names) and not draft.get("data.images"):
-            draft.drop(dict.fromkeys(("image_max_pixels", "image_min_pixels"), "no source has images"))
-            draft.drop({"use_audio_in_video": "no source has videos"})
+            draft.drop("image_max_pixels image_min_pixels", "no source has images")
+            draft.drop("use_audio_in_video", "no source has videos")
     else:
         draft.changed(key, ours, sources, "dataset_info.json was not found: check these paths")
 
@@ -303,30 +222,6 @@ def _name_each(draft: Draft, ours: str, sources: list[dict[str, Any]], names: li
         for source, name in zip(sources, ours_of, strict=True):
             source["name"] = name
         draft.translated("eval_on_each_dataset", ours, sources)
-
-
-def _packing(draft: Draft, stage: str) -> None:
-    neat = bool(draft.left.get("neat_packing"))
-    if draft.left.get("packing") and not neat:
-        why = "samples in a row do not see each other, as with neat_packing"
-        draft.changed("packing", "data.packing", True, why)
-    draft.move("neat_packing", "data.packing", lambda _: neat or bool(draft.get("data.packing")))
-    draft.move("packing", "data.packing", lambda _: neat)
-    draft.default("data.packing", stage == "pt", "packing")
-
-
-def _labels(draft: Draft) -> None:
-    on_prompt, last_only = (draft.left.get(key) for key in ("train_on_prompt", "mask_history"))
-    for key in ("train_on_prompt", "mask_history"):
-        draft.move(key, "method.train_on", lambda _: "all" if on_prompt else "last" if last_only else "assistant")
-
-
-def _checkpointing(draft: Draft) -> None:
-    """On there unless it is disabled."""
-    if draft.has("gradient_checkpointing"):
-        draft.none("gradient_checkpointing", "decided there by disable_gradient_checkpointing alone")
-    draft.move("disable_gradient_checkpointing", "training.gradient_checkpointing", lambda disabled: not disabled)
-    draft.default("training.gradient_checkpointing", True, "gradient checkpointing")
 
 
 def _listed_sets(dataset_dir: Path, folder: Path) -> tuple[dict[str, Any], Path | None]:
@@ -388,6 +283,6 @@ def _columns(entry: dict[str, Any]) -> dict[str, Any]:
     """Format and columns of a data set whose columns have other names."""
     form = "sharegpt" if (entry.get("tags") or {}).get("role_tag") != "role" else "messages"
     form = "alpaca" if entry.get("formatting", "alpaca") == "alpaca" else form
-    columns = (entry.get("columns") or {}).items()
-    renamed = {COLUMNS[form][key]: column for key, column in columns if COLUMNS[form].get(key, column) != column}
+    names, columns = table("llamafactory", "columns")[form], (entry.get("columns") or {}).items()
+    renamed = {names[key]: column for key, column in columns if names.get(key, column) != column}
     return {"format": form, "columns": renamed} if renamed else {"format": form} if form == "alpaca" else {}

@@ -7,39 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from halftune.config.reading.yaml_source import parse, read_text
-from halftune.convert.draft import Draft, Refusal, is_off
-from halftune.convert.formats import attention, listed, precision, quantization
+from halftune.convert.draft import Draft, Refusal, is_off, listed, number, table
+from halftune.convert.formats import attention, precision, quantization
 from halftune.convert.llamafactory.llamafactory import MEDIA, MEDIA_NAMES, drop_keys, frozen
-from halftune.convert.trainer import drop_trainer, number, offload, remote_code, resume, scheduler
+from halftune.convert.trainer import drop_trainer, offload, remote_code, scheduler
 from halftune.core.errors import ConfigError
 
-RENAMED = {
-    "model": "model.name_or_path",
-    "output_dir": "training.output_dir",
-    "micro_batch_size": "training.per_device_train_batch_size",
-    "num_train_epochs": "training.num_train_epochs",
-    "max_steps": "training.max_steps",
-    "max_grad_norm": "training.max_grad_norm",
-    "enable_activation_checkpointing": "training.gradient_checkpointing",
-    "seed": "training.seed",
-    "save_steps": "training.save_steps",
-    "save_total_limit": "training.save_total_limit",
-    "logging_steps": "training.logging_steps",
-}
-LORA = {
-    "r": "rank",
-    "lora_alpha": "alpha",
-    "lora_dropout": "dropout",
-    "use_rslora": "use_rslora",
-    "use_dora": "use_dora",
-    "modules_to_save": "modules_to_save",
-}
-FREEZE = ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules")
-PREFERENCE = ("pref_loss", "pref_beta", "pref_ftx", "simpo_gamma", "ld_alpha", "ref_model")
 # The command that starts a config says which method it is for, not the config: only the data can tell.
 _PAIRS = re.compile(r"(^|[_/-])(dpo|pairs?|pref\w*)([_./-]|$)")
-_METHODS = "keys of preference methods are converted from LLaMA-Factory's older configs only; set method here"
-FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt"}
+FORMATS = ("alpaca", "sharegpt")
 
 
 def convert(draft: Draft, folder: Path) -> None:
@@ -48,16 +24,13 @@ def convert(draft: Draft, folder: Path) -> None:
     Raises:
         Refusal: preference methods, another adapter than LoRA, or no data to train on.
     """
-    draft.unsupported(PREFERENCE, _METHODS)
+    draft.follow("llamafactory.v1_methods")
     if is_off(draft.left.get("train_dataset")):
         raise draft.refuse("train_dataset", "there is nothing to train on: chat and export need no recipe")
-    if draft.left.get("custom_chat_template"):
-        draft.changed("custom_chat_template", "", None, "write it to a file and name it in model.chat_template")
-    draft.rename(RENAMED)
+    draft.follow("llamafactory.v1")
     draft.put("method.type", "sft")
     precision(draft, default="bf16")
-    if draft.has("flash_attn"):
-        attention(draft, "flash_attn", draft.take("flash_attn"))
+    attention(draft, "flash_attn")
     _adapter(draft)
     _quantised(draft)
     _data(draft, folder)
@@ -66,10 +39,9 @@ def convert(draft: Draft, folder: Path) -> None:
     if isinstance(dist, dict) and dist.get("name") == "deepspeed":
         draft.left["deepspeed"] = dist.get("config_file")
         offload(draft, folder)
-        draft.left.pop("deepspeed", None)
-        draft.notes[:] = [note for note in draft.notes if note.key != "deepspeed"]
-    if "dist_config" in draft.left:
-        draft.none("dist_config", "distributed.strategy: auto shares the model by fsdp2 where it does not fit")
+        draft.take("deepspeed")
+        draft.forget("deepspeed")
+    draft.drop("dist_config", "distributed.strategy: auto shares the model by fsdp2 where it does not fit")
     remote_code(draft)
     drop_keys(draft)
     drop_trainer(draft)
@@ -82,8 +54,9 @@ def _adapter(draft: Draft) -> None:
         return
     kind, continued = peft.get("name"), peft.get("adapter_name_or_path")
     if kind == "freeze":
-        _adapter_type(draft, "none", peft.keys() - {*FREEZE, "name"})
-        draft.left.update({key: peft[key] for key in FREEZE if peft.get(key) is not None})
+        freeze = table("llamafactory", "v1_freeze")
+        _adapter_type(draft, "none", peft.keys() - {*freeze, "name"})
+        draft.left.update({key: peft[key] for key in freeze if peft.get(key) is not None})
         frozen(draft)
     elif kind == "lora" and not continued:
         _lora(draft, peft)
@@ -93,8 +66,9 @@ def _adapter(draft: Draft) -> None:
 
 
 def _lora(draft: Draft, peft: dict[str, Any]) -> None:
-    _adapter_type(draft, "lora", peft.keys() - {*LORA, "name", "target_modules", "adapter_name_or_path"})
-    for key, ours in LORA.items():
+    names = table("llamafactory", "v1_lora")
+    _adapter_type(draft, "lora", peft.keys() - {*names, "name", "target_modules", "adapter_name_or_path"})
+    for key, ours in names.items():
         if peft.get(key) is not None:
             draft.put(f"adapter.{ours}", peft[key])
     target = peft.get("target_modules", "all")
@@ -123,7 +97,8 @@ def _data(draft: Draft, folder: Path) -> None:
     sets = _read(name, folder)
     converters = {entry.get("converter") for entry in (sets or {}).values()}
     if _PAIRS.search(name) or "pair" in converters:
-        raise Refusal("train_dataset", f"train_dataset: {name}", f"preference pairs: {_METHODS}")
+        why = f"preference pairs: {table('llamafactory', 'v1_pairs')}"
+        raise Refusal("train_dataset", f"train_dataset: {name}", why)
     if MEDIA_NAMES.search(name):
         draft.put("data.train", [{"path": name}])
         draft.refused("train_dataset", MEDIA)
@@ -181,7 +156,7 @@ def _source(entry: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(what, remedy="make it alpaca or sharegpt", code="convert.unexpected_value")
     source: dict[str, Any] = {"path": str(entry["path"])}
     if converter:
-        source["format"] = FORMATS[converter]
+        source["format"] = converter
     if entry.get("size"):
         source["samples"] = entry["size"]
     return source
@@ -190,24 +165,19 @@ def _source(entry: dict[str, Any]) -> dict[str, Any]:
 def _optimizer(draft: Draft) -> None:
     """torch's AdamW, where every weight decays; or Muon, which has a learning rate of its own."""
     draft.put("training.weight_decay_on", "all")
-    asked = draft.left.get("optim_config")
-    given = dict(asked) if isinstance(asked, dict) else {}
-    known = {"name", "lr", "wd", "momentum", "nesterov", "ns_steps", "adamw_betas", "adamw_eps"}
-    if given.get("name") != "muon" or given.keys() - known or not given.get("nesterov", True):
+    asked, options = draft.left.get("optim_config"), table("llamafactory", "v1_muon")
+    given = {"nesterov": True, "adamw_betas": (0.9, 0.95), **(asked if isinstance(asked, dict) else {})}
+    other = given.keys() - {*options, "name", "nesterov", "adamw_betas"}
+    if given.get("name") != "muon" or other or not given["nesterov"]:
         draft.default("training.weight_decay", 0.01, "weight_decay (torch's AdamW)")
         return
     if draft.get("adapter.type") != "none":
         draft.changed("optim_config", "training.optim", "muon", "adapters are updated by Muon; there, by AdamW")
     else:
         draft.translated("optim_config", "training.optim", "muon", "its own learning rate holds, 1e-3 by default")
-    draft.put("training.learning_rate", number(given.get("lr", 1.0e-3)))
-    draft.put("training.weight_decay", number(given.get("wd", 0.1)))
-    draft.put("training.muon_momentum", number(given.get("momentum", 0.95)))
-    draft.put("training.muon_ns_steps", int(given.get("ns_steps", 5)))
-    first, second = given.get("adamw_betas", (0.9, 0.95))
-    draft.put("training.adam_beta1", number(first))
-    draft.put("training.adam_beta2", number(second))
-    draft.put("training.adam_epsilon", number(given.get("adamw_eps", 1.0e-8)))
+    given["beta1"], given["beta2"] = given["adamw_betas"]
+    for option, (ours, usual) in options.items():
+        draft.put(f"training.{ours}", number(given.get(option, usual)))
 
 
 def _training(draft: Draft) -> None:
@@ -221,13 +191,6 @@ def _training(draft: Draft) -> None:
     if isinstance(schedule, dict):
         draft.left["lr_scheduler_config"] = schedule.get("name")
         scheduler(draft, "lr_scheduler_config")
-    draft.default("training.lr_scheduler_type", "constant", "lr_scheduler_config")
-    draft.default("training.warmup_ratio", 0.0, "warmup_ratio")
-    resume(draft)
-    draft.default("training.save_steps", "end", "save_steps")
-    draft.default("training.per_device_train_batch_size", 1, "micro_batch_size")
-    if draft.get("training.max_steps") is None:
-        draft.default("training.num_train_epochs", 3, "num_train_epochs")
-    draft.default("training.gradient_checkpointing", True, "enable_activation_checkpointing")
+    draft.follow("llamafactory.v1_defaults", "trainer.resume", "llamafactory.v1_more")
     _optimizer(draft)
     draft.default("training.output_dir", "runs/converted", "output_dir")
