@@ -48,7 +48,7 @@ from kill_cases import LENGTH, Tree, alone, of_methods, shared, write_data
 from halftune.cli.verbs.train import checked
 from halftune.core import log
 from halftune.core.errors import HalftuneError
-from halftune.train import trainer
+from halftune.train import finish, trainer
 from halftune.train.loop import stepper
 from halftune.train.rollouts.sampling import Sampling
 from halftune.train.run_folder.checkpoints import folders, newest_valid, step_of
@@ -168,13 +168,13 @@ def kill_at_call(number: int, *, in_the_end: bool = False) -> Callable[[], None]
 
             return instead
 
-        save = trainer.save_final
+        save = finish.save_final
 
         def last_save(*args: Any) -> None:
             counting[0] = True
             save(*args)
 
-        trainer.save_final = last_save
+        finish.save_final = last_save
 
         for name in ("fsync", "replace", "rename", "rmdir", "unlink", "mkdir", "truncate"):
             setattr(os, name, counted(getattr(os, name)))

@@ -12,7 +12,7 @@ import torch
 from tiny_model import checkpoint
 
 from halftune.config.builtin_models import VOCAB_SIZE
-from halftune.train.loop.step import evaluate
+from halftune.train.loop.evaluate import evaluate
 from halftune.train.run_folder.folder import RunFolder
 from halftune.train.setup import build
 

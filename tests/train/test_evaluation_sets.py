@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from halftune.train import trainer
-from halftune.train.loop.step import evaluate
+from halftune.train.loop.evaluate import evaluate
 from halftune.train.run_folder.folder import RunFolder
 from halftune.train.setup import build
 from halftune.train.trainer import train

@@ -344,7 +344,7 @@ def test_disk_full_at_the_final_save(recipe, disk: Disk, monkeypatch, tmp_path: 
         disk.fill(leave)
         save_final(*arguments)
 
-    monkeypatch.setattr("halftune.train.trainer.save_final", fill_and_save)
+    monkeypatch.setattr("halftune.train.finish.save_final", fill_and_save)
     with pytest.raises(
         TrainingError, match=r"final: cannot write the result.*No space left.*free space and run the same"
     ):

@@ -192,11 +192,11 @@ def test_a_damaged_best_is_not_passed_off_as_the_result(recipe, stopped: Path, w
     folder = stopped
     best = json.loads((folder / "checkpoint-6" / "state.json").read_text())["best"][0]
     assert best == 6
-    on_save, taken = "halftune.train.trainer.load_weights", []
+    on_save, taken = "halftune.train.finish.load_weights", []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(on_save, lambda *_: taken.append(1))
         patch.setattr("halftune.train.trainer.evaluate", lambda *_: {"eval_loss": 99.0})
-        patch.setattr("halftune.train.trainer.find_damage", lambda *_, **__: "it is broken")
+        patch.setattr("halftune.train.finish.find_damage", lambda *_, **__: "it is broken")
         assert "NOT the best" in train(*recipe(*but(load_best="true", max_steps=7))).message
     assert not taken
 

@@ -22,7 +22,7 @@ from halftune.data.batch import Batch
 from halftune.methods import Reference
 from halftune.methods.sft import Sft
 from halftune.model.policy.policy import PolicyModel
-from halftune.train import trainer
+from halftune.train import checkpointing, finish, trainer
 from halftune.train.callbacks.status import ProgressLines
 from halftune.train.loop import stepper
 from halftune.train.run_folder.checkpoints import newest_valid
@@ -150,13 +150,13 @@ def test_before_the_first_step_it_leaves_at_once(recipe, monkeypatch: pytest.Mon
 
 
 def test_the_final_save_is_finished(recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    save = trainer.save_final
+    save = finish.save_final
 
     def acting(*arguments: Any) -> None:
         send(signal.SIGINT)
         save(*arguments)
 
-    monkeypatch.setattr(trainer, "save_final", acting)
+    monkeypatch.setattr(finish, "save_final", acting)
     folder = train(*recipe("training.max_steps=1")).folder
     assert (folder / "finished.json").exists()
 
@@ -197,14 +197,14 @@ def test_a_second_signal_leaves_in_the_middle_of_a_save(recipe, whole: Path, mon
 
     def impatient() -> None:
         at_step(monkeypatch, 5, lambda: send(signal.SIGINT))
-        save = trainer.save_checkpoint
+        save = checkpointing.save_checkpoint
 
         def acting(*arguments: Any) -> Path:
             if arguments[0].step == 5:
                 monkeypatch.setattr("halftune.train.checkpoint.checkpoint.seal", lambda *_, **__: send(signal.SIGINT))
             return save(*arguments)
 
-        monkeypatch.setattr(trainer, "save_checkpoint", acting)
+        monkeypatch.setattr(checkpointing, "save_checkpoint", acting)
         train(loaded, plan)
 
     assert child(impatient) == 130

@@ -127,10 +127,10 @@ def test_endings() -> None:
 
 
 def test_a_checkpoint_that_cannot_be_read_is_told(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Trainer) -> None:
+    def fail(*_: Any) -> None:
         raise TrainingError("cannot read this checkpoint", code="train.checkpoint_damaged")
 
-    monkeypatch.setattr(Trainer, "_restore", fail)
+    monkeypatch.setattr("halftune.train.trainer.restore", fail)
     with pytest.raises(TrainingError):
         train(*recipe())
     last = read_status(tmp_path / "run" / NAME)

@@ -21,7 +21,8 @@ from halftune.model.policy.policy import PolicyModel
 from halftune.model.result.save import trainable_state
 from halftune.train.callback import StepMetrics
 from halftune.train.callbacks.metrics import MetricsFile
-from halftune.train.loop.step import evaluate, finish_step, start_step
+from halftune.train.loop.evaluate import evaluate
+from halftune.train.loop.step import finish_step, start_step
 from halftune.train.run_folder.checkpoints import checkpoints
 from halftune.train.run_folder.folder import RunFolder
 from halftune.train.run_folder.lock import locked

@@ -4,52 +4,34 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accelerate.utils import gather_object
-
 from halftune.config.load import LoadedConfig
-from halftune.core.atomic import write_error_remedy
-from halftune.core.errors import HalftuneError, TrainingError
 from halftune.core.log import FILE_ONLY, get_logger, log_to
 from halftune.core.processes import heartbeat
 from halftune.core.processes.process import this_process
-from halftune.model.files.result import BASE, FINAL, FINISHED, finished_at, write_finished
-from halftune.model.result.save import Named, save_final
+from halftune.model.files.result import FINAL, finished_at
 from halftune.optim import show_average
 from halftune.plan import Plan
 from halftune.train.callback import Callback, CallbackList, Phase, StepMetrics
 from halftune.train.callbacks import build as build_callbacks
 from halftune.train.callbacks.status import before_training
-from halftune.train.checkpoint.checkpoint import checkpoint_errors, load_checkpoint, load_weights, save_checkpoint
-from halftune.train.checkpoint.resume import (
-    move_later_checkpoints,
-    restore_place,
-    warn_changed_steps,
-    warn_lost_metrics,
-    with_micro_batch,
-)
 from halftune.train.checkpoint.run_inputs import BaseFiles, warn_other_inputs
+from halftune.train.checkpointing import restore, save
+from halftune.train.finish import interruption, load_best, reported_end, write_result
+from halftune.train.loop.evaluate import evaluate
 from halftune.train.loop.nonfinite import check_weights
-from halftune.train.loop.step import evaluate
 from halftune.train.loop.stepper import Stepper
-from halftune.train.numeric_environment import (
-    numeric_environment,
-    random_state,
-    restore_random_state,
-    warn_other_environment,
-)
 from halftune.train.parallel.processes import barrier, sum_over_processes
-from halftune.train.run_folder.checkpoints import PREFIX, find_damage, rotate
-from halftune.train.run_folder.folder import RESOLVED, check_exists, completed_message, open_folder, write_intent
+from halftune.train.run_folder.folder import RESOLVED, completed_message, open_folder, write_intent
 from halftune.train.run_folder.lock import locked
 from halftune.train.schedule import ends_part, steps_between
 from halftune.train.setup import build
-from halftune.train.signals.interrupt import Interrupted, Interrupts, format_signal
+from halftune.train.signals.interrupt import Interrupts
 from halftune.train.state import TrainState
 
 if TYPE_CHECKING:
@@ -97,12 +79,6 @@ def train(loaded: LoadedConfig, plan: Plan, callbacks: Sequence[Callback] = ()) 
         return Trainer(run, interrupts, callbacks).train()
 
 
-def _with_failed_rank(error: BaseException) -> BaseException:
-    from halftune.train.parallel.watchdog import with_failed_rank  # of several processes
-
-    return with_failed_rank(error)
-
-
 def _stop_listener(loaded: LoadedConfig) -> StopListener:
     from halftune.train.signals.stop_listener import StopListener  # for several processes
 
@@ -128,8 +104,11 @@ class Trainer:
     def train(self) -> Outcome:
         """Run the loop. Callbacks get ``on_end`` also after an error."""
         run = self.run
-        with log_to(run.folder / "train.log", enabled=run.is_main), self._report_end():
-            self._restore()
+        with (
+            log_to(run.folder / "train.log", enabled=run.is_main),
+            reported_end(run, self.interrupts, self.callbacks),
+        ):
+            restore(run, self.callbacks)
             self.interrupts.defer_signals()  # up to the last line of the report
             self._phase("training")
             run.model.train()
@@ -141,17 +120,11 @@ class Trainer:
                     for epoch, batches in steps:
                         if not self.steps.take(epoch, batches):
                             break  # the same step again, from a feed of smaller micro-batches
-                        if self._wanted(*self.steps.started):
-                            self.steps.finish()
-                        if not self.steps.waiting:
-                            self._evaluate_and_save()
-                            self.began = time.perf_counter()
+                        self._evaluate_and_save()
                         if self._should_stop():
                             break
                 self.steps.finish()
-            outcome = self._finish()
-            log.info(outcome.message, extra=FILE_ONLY)
-            return outcome
+            return self._finish()
 
     def _stepped(self, epoch: float, metrics: StepMetrics) -> None:
         """A step has been read."""
@@ -162,72 +135,19 @@ class Trainer:
         run.taken, run.step, run.epoch = run.taken + 1, run.step + 1, epoch
         self.callbacks.tell("on_step", run, metrics)
 
-    @contextmanager
-    def _report_end(self) -> Iterator[None]:
-        """Log what ended the run, name a failed rank, and call ``on_end`` of the callbacks."""
-        run = self.run
-        failure: BaseException | None = None
-        try:
-            yield
-        except BaseException as error:
-            # all processes stop together: nobody failed
-            failure = error if isinstance(error, Interrupted) or run.processes == 1 else _with_failed_rank(error)
-            ours = isinstance(failure, HalftuneError)
-            log.error("%s", failure if ours else "ended by", exc_info=error if not ours else None, extra=FILE_ONLY)
-            if failure is not error:
-                raise failure from error
-            raise
-        finally:
-            self.interrupts.mark_saved()
-            self.callbacks.end(run, failure)
-            if failure is None or isinstance(failure, Interrupted):
-                # no process exits before the main process has written its report
-                barrier(run.processes)
-                sum_over_processes(run.accelerator, [0.0])  # the store may end with the main process
-
-    def _restore(self) -> None:
-        run, checkpoint = self.run, self.run.resume_from
-        randoms: list[dict] = []
-        if checkpoint is not None:
-            state = load_checkpoint(checkpoint, run)
-            randoms = state["random"]
-            with checkpoint_errors(checkpoint):
-                run.feed = with_micro_batch(run.feed, state["micro_batch"])
-                restore_place(run, state["stream"])
-                self.callbacks.restore(state["callbacks"])
-                before = float(state["schedule"]["_last_lr"][0])
-            if run.is_main:
-                warn_lost_metrics(run.folder, checkpoint, state["callbacks"])
-            log.info("resuming from %s", checkpoint)
-            run.changes.warn(main=run.is_main)
-            warn_other_environment(state["made_with"], numeric_environment(run))
-            warn_changed_steps((state["total_steps"], run.total_steps), (before, run.rate))
-        if run.is_main:
-            move_later_checkpoints(run.folder, run.step)
-            self._rotate()  # a kill may have come before
-        self.callbacks.tell("on_start", run)
-        barrier(run.processes)  # some of them work on the main process alone
-        rank = run.accelerator.process_index
-        if checkpoint is not None and rank < len(randoms):
-            with checkpoint_errors(checkpoint):
-                restore_random_state(randoms[rank], run.device)  # last, so that nothing above has drawn from it
-
-    def _should_stop(self) -> bool:
-        agreed = self.steps.stopping if self.steps.waiting and self.run.processes > 1 else self._interrupted()
-        return bool(self.run.stop) or agreed
-
     def _evaluate_and_save(self) -> None:
-        training, at = self.run.config.training, (self.run.step, self.run.epoch)
-        if self._due(training.eval_steps, *at):
+        """Where one of both is due, or the run is at its end, the last step is read first."""
+        training, at = self.run.config.training, self.steps.started
+        evaluation, checkpoint = self._due(training.eval_steps, *at), self._due(training.save_steps, *at)
+        if evaluation or checkpoint or at[0] == self.run.total_steps:
+            self.steps.finish()
+        if self.steps.waiting:
+            return
+        if evaluation:
             self._evaluate()
-        if self._due(training.save_steps, *at):
+        if checkpoint:
             self._save()
-
-    def _wanted(self, step: int, epoch: float) -> bool:
-        """Whether a step must be read before the next one is started."""
-        training = self.run.config.training
-        due = self._due(training.eval_steps, step, epoch) or self._due(training.save_steps, step, epoch)
-        return due or step == self.run.total_steps
+        self.began = time.perf_counter()
 
     def _due(self, every: float | str, step: int, epoch: float) -> bool:
         if every == "end":
@@ -262,19 +182,11 @@ class Trainer:
         self._phase("training")
 
     def _save(self) -> None:
-        run = self.run
-        if run.saved == run.step:
+        if self.run.saved == self.run.step:
             return
         self._phase("saving")
         self._check_weights()
-        randoms = gather_object([random_state(run.device)])
-        places = gather_object([run.feed.place(run.step)])
-        folder = save_checkpoint(run, randoms, self.callbacks.states(), places)
-        if folder is not None:
-            self._rotate()
-            self.callbacks.tell("on_save", run, folder)
-        barrier(run.processes)
-        run.saved = run.step
+        save(self.run, self.callbacks)
         self._phase("training")
 
     def _check_weights(self) -> None:
@@ -282,83 +194,34 @@ class Trainer:
             self.base.check(self.run.folder)
         check_weights(self.run)
 
-    def _rotate(self) -> None:
-        """Remove old checkpoints, except the best one and the one that ``training.resume`` names."""
-        run = self.run
-        needed = {run.folder / f"{PREFIX}{run.best[0]}"} if run.best else set()
-        if run.began:
-            needed.add(Path(run.began))
-        rotate(run.folder, run.config.training.save_total_limit, needed)
+    def _should_stop(self) -> bool:
+        agreed = self.steps.stopping if self.steps.waiting and self.run.processes > 1 else self._interrupted()
+        return bool(self.run.stop) or agreed
 
     def _interrupted(self) -> bool:
         """Whether any process has received a signal; all of them agree."""
         received = float(self.interrupts.received is not None)
         return sum_over_processes(self.run.accelerator, [received])[0] > 0
 
-    def _interruption(self) -> Interrupted:
-        """What a signal ends the run with, once its step is saved."""
-        run = self.run
-        if run.step:
-            self._save()
-        number, receivers = format_signal(gather_object([self.interrupts.answer()]))
-        if run.step == 0:
-            return Interrupted.before(number, receivers)
-        return Interrupted.after(number, run.step, run.folder / f"{PREFIX}{run.step}", receivers)
-
     def _finish(self) -> Outcome:
+        """The last evaluation and the last checkpoint, then the result, unless a signal has come."""
         run = self.run
         if not self._interrupted():
             self._evaluate()
         if self._interrupted():
-            raise self._interruption()
+            if run.step:
+                self._save()
+            raise interruption(run, self.interrupts)
         if run.config.training.save_steps != "end":
             self._save()
-        notes = [f"stopped early: {run.stop}"] if run.stop else []
         self._phase("saving")
-        if run.config.training.load_best and run.best:
-            notes += self._load_best(run.folder / f"{PREFIX}{run.best[0]}", run.best[1])
+        said = [f"trained {run.step} steps", *([f"stopped early: {run.stop}"] if run.stop else []), *load_best(run)]
         self._check_weights()
-        state = run.strategy.result(run.model)
-        try:
-            if run.is_main:
-                self._rotate()
-                self._write_final(state)
-        finally:  # gathering needs all processes, also those that do not write or cannot
-            for _ in state or ():
-                pass
-        barrier(run.processes)
+        write_result(run)
         self._phase("finished")
-        done = ", ".join([f"trained {run.step} steps", *notes])
-        return Outcome(run.folder, run.step, f"{done}; the result is in {run.folder / FINAL}")
-
-    def _load_best(self, best: Path, loss: float) -> list[str]:
-        run = self.run
-        found = find_damage(best, thorough=True, share=(run.accelerator.process_index, run.processes))
-        barrier(run.processes)
-        if wrong := next(filter(None, gather_object([found])), ""):
-            log.warning("%s holds the best weights and is damaged: %s; the result is the last weights", best, wrong)
-            return ["the last weights, NOT the best"]
-        load_weights(best, run.model)
-        metric = run.config.training.metric_for_best
-        log.info("the final weights are those of %s (%s %.4f)", best.name, metric, loss)
-        return []
-
-    def _write_final(self, state: Named | None) -> None:
-        run = self.run
-        check_exists(run.folder)
-        facts = {BASE: run.inputs["model"]}
-        if unmoved := save_final(run.model, run.tokenizer, run.plan, run.folder / FINAL, state, facts):
-            what = "%d modules have an adapter that training did not change, first %s"
-            log.warning(what, len(unmoved), unmoved[0])
-        try:
-            write_finished(run.folder, run.step)
-        except OSError as error:
-            raise TrainingError(
-                f"cannot mark the run as finished: {error.strerror}; its result is written",
-                where=str(run.folder / FINISHED),
-                remedy=f"{write_error_remedy(error)} and run the same command again",
-                code="core.cannot_write",
-            ) from error
+        outcome = Outcome(run.folder, run.step, f"{', '.join(said)}; the result is in {run.folder / FINAL}")
+        log.info(outcome.message, extra=FILE_ONLY)
+        return outcome
 
     def _phase(self, phase: Phase) -> None:
         show_average(self.run.optimizer, self.run.config.training, shown=phase != "training")

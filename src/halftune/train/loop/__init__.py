@@ -1,4 +1,4 @@
-"""One optimizer step, and what stands beside it: memory errors, non-finite numbers, late reading of metrics.
+"""One optimizer step and one evaluation; beside them, memory errors, non-finite numbers, late reading of metrics.
 
 In: a `TrainState` and micro-batches.
 Out: updated weights and `StepMetrics`.

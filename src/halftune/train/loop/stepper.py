@@ -7,7 +7,7 @@ that, it takes the second one again: weights, moments, learning rates and random
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from halftune.data.batch import Batch
@@ -15,7 +15,8 @@ from halftune.optim.device_side import can_skip
 from halftune.train.callback import StepMetrics
 from halftune.train.loop.nonfinite import NonFiniteStep
 from halftune.train.loop.out_of_memory import may_split, memory_error, out_of_memory, reset_step
-from halftune.train.loop.step import StartedStep, as_one, finish_step, recover, start_step
+from halftune.train.loop.recovery import recover
+from halftune.train.loop.step import StartedStep, finish_step, start_step
 from halftune.train.numeric_environment import random_state, restore_random_state
 from halftune.train.state import TrainState
 
@@ -68,7 +69,7 @@ class Stepper:
             False where memory ran out: the same step must be taken again, from what is now ``run.feed``.
 
         Raises:
-            TrainingError: see ``train.loop.step.recover``.
+            TrainingError: see ``train.loop.recovery``.
         """
         run, skips = self.run, self.run.config.training.on_non_finite == "skip"
         randoms = random_state(run.device) if may_split(run) or (run.late and skips) else {}
@@ -78,20 +79,18 @@ class Stepper:
                 state = _rates(run)
                 following = _Waiting(epoch, batches, *state, start_step(run, batches, stop=self.interrupted()))
             else:
-                answers = batches if run.rollouts is None else run.rollouts(batches, run.feed)
-                metrics = _updates(run, answers)
+                metrics = _updates(run, batches if run.rollouts is None else run.rollouts(batches, run.feed))
         except (NonFiniteStep, RuntimeError, MemoryError) as error:
             self.finish()  # the step before is not to blame
             metrics = recover(run, error, batches)
-        if following is not None:
-            if self.finish(following):
-                restore_random_state(randoms, run.device)
-                return self.take(epoch, batches)
-        elif metrics is None:
+        if metrics is not None:
+            self.stepped(epoch, metrics)
+        elif following is None:
             reset_step(run, randoms)
             return False
-        else:
-            self.stepped(epoch, metrics)
+        elif self.finish(following):
+            restore_random_state(randoms, run.device)
+            return self.take(epoch, batches)
         return True
 
     def finish(self, following: _Waiting | None = None) -> bool:
@@ -139,7 +138,22 @@ def _updates(run: TrainState, batches: list[Batch]) -> StepMetrics:
                 raise
             raise memory_error(run, error) from error  # the step has changed the weights, and cannot be repeated
         batches = started.batches  # with the log-probabilities by the weights that sampled: the first update found them
-    return as_one(found)
+    return _as_one(found)
+
+
+def _as_one(steps: list[StepMetrics]) -> StepMetrics:
+    """Several updates as one step: mean losses and norms, sums of tokens and averages."""
+
+    def total(name: str) -> Any:
+        return sum(getattr(one, name) for one in steps)
+
+    averages = {}
+    for name in steps[0].averages:
+        sums, counts = zip(*(one.averages[name] for one in steps), strict=True)
+        averages[name] = (sum(sums), sum(counts))
+    tokens = {name: total(name) for name in ("tokens", "tokens_real", "tokens_trained")}
+    means = {name: total(name) / len(steps) for name in ("loss", "grad_norm")}
+    return replace(steps[-1], **tokens, **means, averages=averages)
 
 
 def _rates(run: TrainState) -> tuple[dict[str, Any], list[float]]:
