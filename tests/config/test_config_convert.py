@@ -712,7 +712,8 @@ def test_the_column_of_tools_is_kept() -> None:
 def test_reasons_name_options_that_exist() -> None:
     schema = RunConfig.model_json_schema()
     options = {name for made in schema["$defs"].values() for name in made.get("properties", {})}
-    texts = "".join(path.read_text() for path in Path(convert.__file__).parent.glob("*.py"))
+    files = [path for path in Path(convert.__file__).parent.rglob("*") if path.suffix in (".py", ".yaml")]
+    texts = "".join(path.read_text() for path in files)
     named = set(re.findall(rf"\b(?:{'|'.join(schema['properties'])})\.([a-z0-9_]+)", texts))
     assert len(named) > 50
     assert not named - options
@@ -1267,6 +1268,9 @@ BASES = {
         ("axolotl", "bf16: null\nfp16: true", "bf16", "translated", {"precision.compute": "fp16"}),
         ("TRL", "bf16: null\nfp16: null", "bf16", "translated", {"precision.compute": "bf16"}),
         ("axolotl", "rl: orpo", "rl", "changed", {"method.type": "orpo"}),
+        ("axolotl", "rl: dpo\ndpo_norm_loss: true", "dpo_norm_loss", "translated", {"method.loss": "sigmoid_norm"}),
+        ("axolotl", "rl: dpo\ndpo_norm_loss: true\ndpo_loss_type: [hinge]", "dpo_norm_loss", "refused", {}),
+        ("axolotl", "rl: simpo\ndpo_norm_loss: true", "dpo_norm_loss", "refused", {}),
         ("LLaMA-Factory", "ref_model: x", "ref_model", "none", {}),
         ("GRPO", "max_prompt_length: 512", "max_prompt_length", "changed", {"data.max_length": 512 + 96}),
     ],

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from halftune.core.errors import ConfigError
 from halftune.core.packaged import read_yaml
@@ -196,7 +196,7 @@ class Draft:
             self.put(ours, value)
             self.notes.append(Note("default", name, ours))
 
-    def drop(self, keys: str, why: str, how: Literal["none", "changed", "refused"] = "none") -> None:
+    def drop(self, keys: str, why: str, how: str = "none") -> None:
         """Keys without an equivalent, separated by spaces; those that are off have no effect."""
         for key in keys.split():
             if key in self.left:
@@ -209,8 +209,16 @@ class Draft:
     def follow(self, *places: str) -> None:
         """Apply blocks of rules, each named ``FILE.BLOCK`` of ``keys/FILE.yaml``, in their order.
 
+        A rule is a key, or several, and what becomes of it where it is written: its name here, ``section.name`` or
+        ``section.name as`` one of `VALUES`; or the first of several cases that holds. A case has conditions and a
+        result. Conditions: ``is``, a value of the key or a list of them; ``if`` and ``unless``, values of other keys,
+        those with a dot being keys of the recipe. There, true and false alone mean on and off. Results: ``to`` with
+        ``as``, ``value``, ``words`` and ``put``, which sets other keys too; ``none``, ``changed``, ``refused`` and
+        ``stop`` with a reason, of which all but ``changed`` have no ``to``. A dotted key has a default, and the name
+        of what is not written there.
+
         Raises:
-            Refusal: a key is on that no recipe can be made with.
+            Refusal: a key that says ``stop`` is on.
         """
         for key, cases in (rule for place in places for rule in _rules(*place.split("."))):
             case = next((case for case in cases if self._holds(key, case)), None)
@@ -220,23 +228,24 @@ class Draft:
                 self._apply(key, case)
 
     def _holds(self, key: str, case: Mapping[str, Any]) -> bool:
-        wanted = {**({key: case["is"]} if "is" in case else {}), **case.get("if", {})}
+        wanted = {key: case["is"]} if "is" in case else {}
         unwanted = case.get("unless", {})
-        return all(_matches(self.look(name), value) for name, value in wanted.items()) and not (
-            unwanted and all(_matches(self.look(name), value) for name, value in unwanted.items())
-        )
+        return self._are(wanted | case.get("if", {})) and not (unwanted and self._are(unwanted))
+
+    def _are(self, wanted: Mapping[str, Any]) -> bool:
+        return all(_matches(self.look(name), value) for name, value in wanted.items())
 
     def _apply(self, key: str, case: Mapping[str, Any]) -> None:
         """Deal with a key that is written."""
-        value = self.left[key]
-        kind = next((kind for kind in ("none", "changed", "refused", "stop") if kind in case), "translated")
+        value, kinds = self.left[key], get_args(Kind)
+        if "stop" in case and not is_off(value):
+            raise self.refuse(key, case["stop"])
+        kind: Kind = next((kind for kind in kinds if kind in case), "translated")
         why = case.get(kind, case.get("why", ""))
-        if kind == "stop" and not is_off(value):
-            raise self.refuse(key, why)
         if "to" in case:
             self._rename(key, value, case, kind, why)
         elif is_off(value) and "is" not in case:
-            self.none(key, "is off" if kind == "stop" else "is off: no effect on what is learned")
+            self.none(key, "is off" if "stop" in case else "is off: no effect on what is learned")
         else:
             self.note(kind, key, why)
 
@@ -313,6 +322,10 @@ def _rules(file: str, block: str) -> list[tuple[str, list[dict[str, Any]]]]:
 def _cases(key: str, rule: Any) -> list[dict[str, Any]]:
     if "." in key and isinstance(rule, list) and not isinstance(rule[0], dict):
         return [dict(zip(("default", "for"), rule, strict=True))]
-    cases = rule if isinstance(rule, list) else [rule]
-    named = (dict(zip(("to", "as"), str(case).split(" as "), strict=False)) for case in cases)
-    return [name if isinstance(case, str) else case for case, name in zip(cases, named, strict=True)]
+    return [case if isinstance(case, dict) else _named(case) for case in (rule if isinstance(rule, list) else [rule])]
+
+
+def _named(case: str) -> dict[str, Any]:
+    """``section.name``, or ``section.name as kind of value``."""
+    ours, _, kind = case.partition(" as ")
+    return {"to": ours, "as": kind} if kind else {"to": ours}

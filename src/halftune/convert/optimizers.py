@@ -24,7 +24,7 @@ def optimizer(draft: Draft, key: str) -> None:
     elif projected:
         _projected(draft, key, projected[1], layerwise=bool(projected[2]))
     elif _ADAMW.fullmatch(value):
-        draft.changed(key, ours, "adamw", f"{value}: the moments of AdamW are not quantised or paged here")
+        draft.changed(key, ours, "adamw", f"{value}: the moments of AdamW do not have this form here")
     elif value:
         draft.put(ours, "adamw")
         draft.refused(key, f"{value} is not supported yet; accepted, AdamW takes its place")

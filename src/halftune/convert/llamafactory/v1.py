@@ -191,6 +191,6 @@ def _training(draft: Draft) -> None:
     if isinstance(schedule, dict):
         draft.left["lr_scheduler_config"] = schedule.get("name")
         scheduler(draft, "lr_scheduler_config")
-    draft.follow("llamafactory.v1_defaults", "trainer.resume", "llamafactory.v1_more")
+    draft.follow("llamafactory.v1_defaults", "trainer.noise", "trainer.resume", "llamafactory.v1_more")
     _optimizer(draft)
     draft.default("training.output_dir", "runs/converted", "output_dir")
