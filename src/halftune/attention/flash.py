@@ -137,11 +137,8 @@ def _refuse(kernel: str, options: dict[str, Any], *features: str) -> None:
     words = {"dropout": "attention dropout", "softcap": "soft-capping"}
     for feature in features:
         if options[feature]:
-            raise ModelError(
-                f"{kernel} does not support {words[feature]}",
-                remedy="install flash-attn, or set attention: eager",
-                code="attention.kernel_lacks_feature",
-            )
+            what, remedy = f"{kernel} does not support {words[feature]}", "install flash-attn, or set attention: eager"
+            raise ModelError(what, remedy=remedy, code="attention.kernel_lacks_feature")
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ _OLDEST_FLA = (0, 2, 2)  # transformers silently ignores older versions
 
 
 def route_linear(section: AttentionSection, hardware: Hardware, facts: ModelFacts) -> LinearRoute:
-    """Choose the backend of the linear-attention layers.
+    """Choose the backend of the linear-attention layers, of which the model has some.
 
     Args:
         section: the requested backend (``attention.linear``).
@@ -45,8 +45,6 @@ def route_linear(section: AttentionSection, hardware: Hardware, facts: ModelFact
     Raises:
         PlanError: the requested backend does not support this model's layers on this machine.
     """
-    if not facts.linear_layers:
-        return LinearRoute(Choice("none", "every layer has softmax attention"), ())
     objections = _objections(hardware, facts)
     asked = section.linear
     if asked != "auto" and objections[asked]:
@@ -105,15 +103,19 @@ def asked_by_environment(hardware: Hardware, facts: ModelFacts) -> dict[str, str
             raise _bad_variable(variable, f": unknown operator; known: {', '.join(_OPERATORS)}")
     triton = hardware.kind != "cpu" or bool(os.environ.get("TRITON_INTERPRET"))
     for operator in facts.family.operators:
-        for variable in (f"{_PREFIX}{operator.upper()}", "HALFTUNE_KERNELS"):
-            value = os.environ.get(variable) or "auto"
-            if value not in IMPLEMENTATIONS:
-                raise _bad_variable(variable, f" is {value!r}; accepted: {', '.join(IMPLEMENTATIONS)}")
-            if value == "triton" and not triton:
-                raise _bad_variable(variable, "=triton is not supported on a CPU")
-            if value != "auto":
+        for variable in (f"{_PREFIX}{operator.upper()}", "HALFTUNE_KERNELS"):  # the former decides
+            if (value := _implementation(variable, triton=triton)) != "auto":
                 asked.setdefault(operator, f"{variable}={value}")
     return asked
+
+
+def _implementation(variable: str, *, triton: bool) -> str:
+    value = os.environ.get(variable) or "auto"
+    if value not in IMPLEMENTATIONS:
+        raise _bad_variable(variable, f" is {value!r}; accepted: {', '.join(IMPLEMENTATIONS)}")
+    if value == "triton" and not triton:
+        raise _bad_variable(variable, "=triton is not supported on a CPU")
+    return value
 
 
 def _bad_variable(variable: str, what: str) -> PlanError:
@@ -139,8 +141,7 @@ def _why_rejected(name: str, chosen: str, asked: str) -> str:
 def _own_objection(facts: ModelFacts) -> str:
     if not facts.family.operators:
         return f"no operators for the layers of {facts.model_type}"
-    raw = facts.raw or {}
-    text = raw.get("text_config") or raw
+    text = facts.decoder_config
     for operator in facts.family.operators:
         for names in _HEAD_SIZES.get(operator, ()):
             name = next((name for name in names if text.get(name)), None)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from halftune.attention.linear import runs_in_torch
 from halftune.config.facts.model import ModelFacts
 from halftune.hardware import Hardware
@@ -49,7 +47,7 @@ def held_by_layer(hardware: Hardware, facts: ModelFacts, linear: str, samples: i
 
 def _sizes(operator: str, facts: ModelFacts) -> list[int]:
     """Heads, groups, key and value sizes; empty if config.json does not have them."""
-    raw: dict[str, Any] = (facts.raw or {}).get("text_config") or facts.raw or {}
+    raw = facts.decoder_config
     if operator == "rwkv7":
         size = int(raw.get("head_dim") or 64)
         return [facts.hidden_size // size, facts.hidden_size // size, size, size]

@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from halftune.attention.backends import (
-    BACKENDS,
-    FA4_BLACKWELL_HEAD_DIM,
-    Backend,
-)
+from halftune.attention.backends import BACKENDS, FA4_BLACKWELL_HEAD_DIM, Backend
 from halftune.attention.contract import AttentionPlan, LinearRoute, lacks_backward
 from halftune.config.facts.model import ModelFacts
 from halftune.config.sections.model import AttentionSection
@@ -35,27 +31,40 @@ def route_attention(
     """
     if facts.family.attention == "none":
         return _without_attention(section, hardware, facts)
-    asked = section.backend
-    against = {one: list(objections(one, hardware, facts, compute, packing)) for one in BACKENDS}
-    candidates = (one for one in BACKENDS if (one.name == asked if asked != "auto" else _by_itself(one, hardware)))
-    chosen = next((one for one in candidates if not against[one]), None)
-    for one, found in against.items():
-        if not found and one is not chosen:
-            found.append(_why_rejected(one, chosen, asked, hardware))
-    if chosen is None:
-        raise _unavailable(asked, against, facts, compute)
+    chosen, rejected = _choose(section.backend, hardware, facts, compute, packing)
+    why = _why(chosen, hardware, facts, compute) if section.backend == "auto" else "asked for"
     varlen = chosen.varlen if packing else "none"
     linear = linear_backend(section, hardware, facts)
     provider = "model" if facts.family.attention == "own" else chosen.provider
     return AttentionPlan(
-        softmax=Choice(chosen.name, "asked for" if asked != "auto" else _why(chosen, hardware, facts, compute)),
+        softmax=Choice(chosen.name, why),
         provider=Choice(provider, _PROVIDERS[provider]),
         varlen=Choice(varlen or "none", _VARLEN[varlen]),
         linear=linear.chosen,
-        rejected=tuple((_label(one), _joined(found)) for one, found in against.items() if one is not chosen),
+        rejected=tuple((_label(backend), _joined(reasons)) for backend, reasons in rejected.items()),
         guard=section.guard,
         rejected_linear=linear.rejected,
     )
+
+
+def _choose(
+    asked: str, hardware: Hardware, facts: ModelFacts, compute: Format, packing: bool
+) -> tuple[Backend, dict[Backend, list[Objection]]]:
+    """The first backend that nothing speaks against, and the reasons against all others.
+
+    Raises:
+        PlanError: there is none.
+    """
+    against = {one: list(objections(one, hardware, facts, compute, packing)) for one in BACKENDS}
+    usable = (one for one, reasons in against.items() if not reasons)
+    chosen = next((one for one in usable if _may_choose(one, asked, hardware)), None)
+    for one, reasons in against.items():
+        if not reasons and one is not chosen:
+            reasons.append(_why_rejected(one, chosen, asked, hardware))
+    if chosen is None:
+        raise _unavailable(asked, against, facts, compute)
+    del against[chosen]
+    return chosen, against
 
 
 def linear_backend(section: AttentionSection, hardware: Hardware, facts: ModelFacts) -> LinearRoute:
@@ -174,6 +183,10 @@ def _model_objections(backend: Backend, facts: ModelFacts) -> Iterator[str]:
         yield f"head size {facts.head_dim} exceeds {backend.max_head_dim}"
     elif facts.head_dim % backend.head_dim_multiple:
         yield f"head size {facts.head_dim} is not a multiple of {backend.head_dim_multiple}"
+    yield from _missing_features(backend, facts)
+
+
+def _missing_features(backend: Backend, facts: ModelFacts) -> Iterator[str]:
     capped, dropout = facts.softcap is not None, facts.attention_dropout
     if capped and not backend.softcap:
         yield "does not support logit soft-capping, which this model uses"
@@ -212,6 +225,10 @@ def _remedy(asked: str, kinds: Collection[str], facts: ModelFacts, compute: str)
     if "missing" in kinds:
         return f"install it, use attention: auto, or {safe}"
     return f"use attention: auto, {safe}, or another model"
+
+
+def _may_choose(backend: Backend, asked: str, hardware: Hardware) -> bool:
+    return _by_itself(backend, hardware) if asked == "auto" else backend.name == asked
 
 
 def _by_itself(backend: Backend, hardware: Hardware) -> bool:

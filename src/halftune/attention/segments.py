@@ -204,9 +204,6 @@ def eager_of(module: nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tenso
         found = vars(sys.modules[cls.__module__]).get("eager_attention_forward")
         if found is not None:
             return found
-    raise ModelError(
-        f"{type(module).__name__} has no eager_attention_forward",
-        where=type(module).__module__,
-        remedy="set attention: sdpa and data.packing: false",
-        code="attention.packing_unsupported",
-    )
+    what = f"{type(module).__name__} has no eager_attention_forward"
+    remedy = "set attention: sdpa and data.packing: false"
+    raise ModelError(what, where=type(module).__module__, remedy=remedy, code="attention.packing_unsupported")

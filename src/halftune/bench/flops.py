@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from halftune.config.facts.architecture import total_elements
 from halftune.config.facts.model import ModelFacts
 
 
@@ -65,5 +66,5 @@ def _active(facts: ModelFacts) -> int:
     """Number of weights used per token: of experts, only those that it is routed to."""
     if not facts.num_experts:
         return facts.num_parameters
-    experts = sum(tensor.size * tensor.count for tensor in facts.tensors if ".experts" in tensor.name)
+    experts = total_elements(tensor for tensor in facts.tensors if ".experts" in tensor.name)
     return facts.num_parameters - experts + experts * facts.num_experts_per_token // facts.num_experts

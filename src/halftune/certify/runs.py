@@ -135,12 +135,10 @@ def resumed(bench: Workbench, *, kill: bool) -> Iterator[Line]:
         one, other = (load_file(folder / "final" / "adapter_model.safetensors") for folder in (first, second))
         different = [name for name in one if name not in other or not torch.equal(one[name], other[name])]
         how = f"killed (SIGKILL) after {PREFIX}{killed_after}" if kill else f"resumed from {PREFIX}{_SAVED}"
+        what = f"{how}: all {len(one)} trained tensors are equal to the bit after step {steps}"
         if different:
             what = f"{how}: {len(different)} of {len(one)} tensors differ after step {steps}: {listed(different)}"
-            lines.append(Line("resume", "no", what))
-        else:
-            what = f"{how}: all {len(one)} trained tensors are equal to the bit after step {steps}"
-            lines.append(Line("resume", "yes", what))
+        lines.append(Line("resume", "no" if different else "yes", what))
         for folder in (first, second):
             shutil.rmtree(folder)
     yield from lines

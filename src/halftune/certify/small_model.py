@@ -108,14 +108,19 @@ def small_config(config: PretrainedConfig, vocabulary: int | None = VOCABULARY) 
         values |= {one: shorter["hidden_size"] for one in _WIDTH_OF_TEXT if one in values}
         setattr(whole, name, type(part).from_dict(values))
     setattr(whole, text_config_name(config), small)
-    for name, value in list(vars(whole).items()):
-        if name.endswith(_WIDE) and isinstance(value, int):
-            setattr(whole, name, _NARROW)
-        # no token of a text stands for an image
-        placeholder = name.startswith(_SEEN) and name.endswith(("_token_id", "_token_index"))
-        if vocabulary is not None and placeholder and isinstance(value, int):
-            setattr(whole, name, vocabulary + value)
+    _shrink_sizes(whole, vocabulary)
     return whole
+
+
+def _shrink_sizes(whole: PretrainedConfig, vocabulary: int | None) -> None:
+    """Make the widths of a config with towers narrow; with a new vocabulary, no token of a text stands for an image."""
+    for name, value in list(vars(whole).items()):
+        if not isinstance(value, int):
+            continue
+        if name.endswith(_WIDE):
+            setattr(whole, name, _NARROW)
+        elif vocabulary is not None and name.startswith(_SEEN) and name.endswith(("_token_id", "_token_index")):
+            setattr(whole, name, vocabulary + value)
 
 
 def _turning(values: dict[str, Any]) -> dict[str, Any]:
@@ -129,17 +134,23 @@ def _turning(values: dict[str, Any]) -> dict[str, Any]:
 
 def _shallow(values: dict[str, Any], layers: int) -> dict[str, Any]:
     """The values of a tower's config with so many layers; of its parts, too."""
-    values = {str(key): value for key, value in values.items()}  # labels of classes are numbered
-    small = dict(values)
-    depths = {key: value for key, value in values.items() if key in _DEPTHS and isinstance(value, int)}
-    small |= dict.fromkeys(depths, layers)
-    small |= {key: _NARROW for key, value in values.items() if key.endswith(_WIDE) and isinstance(value, int)}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            small[key] = _shallow(value, layers)
-        elif isinstance(value, list) and value and all(isinstance(one, int) for one in value):
-            if key.endswith(("_indexes", "_indices", "_layers")):
-                small[key] = list(range(layers))[: len(value)]
-        elif isinstance(value, list) and len(value) in depths.values():
-            small[key] = value[:layers]
-    return small
+    depths = {value for key, value in values.items() if key in _DEPTHS and isinstance(value, int)}
+    # labels of classes are numbered
+    return {str(key): _shallow_value(str(key), value, layers, depths) for key, value in values.items()}
+
+
+def _shallow_value(key: str, value: Any, layers: int, depths: set[int]) -> Any:
+    """A value of a tower's config with so many layers, which had ``depths``."""
+    if isinstance(value, dict):
+        return _shallow(value, layers)
+    if isinstance(value, list):
+        return _shallow_list(key, value, layers, depths)
+    if isinstance(value, int) and key in _DEPTHS:
+        return layers
+    return _NARROW if isinstance(value, int) and key.endswith(_WIDE) else value
+
+
+def _shallow_list(key: str, value: list[Any], layers: int, depths: set[int]) -> list[Any]:
+    if value and all(isinstance(one, int) for one in value):
+        return list(range(layers))[: len(value)] if key.endswith(("_indexes", "_indices", "_layers")) else value
+    return value[:layers] if len(value) in depths else value

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -41,6 +43,7 @@ _UNSUPPORTED = {
 }
 # kind of conversation → what templates of published models leave out on purpose; the data report of a run counts it
 _OFTEN = {BESIDE: "text beside a tool call", THOUGHT: "reasoning in an answer's text (<think>)"}
+_ON_PURPOSE = {omitted_text.LEFT_OUT, omitted_text.LOST_REASONING}  # the notes about it
 _NO_LABEL, _CHANGED = "a part of an answer has none", "an answer is changed"
 _ROLE = re.compile(r"\b(assistant|user|human|model|system)\b", re.IGNORECASE)
 
@@ -95,33 +98,25 @@ class _Found:
     """What is wrong with the conversations: fault → their kinds; and how many have no fault."""
 
     exact: int = 0
-    opens_thought: bool = False
     faults: dict[str, list[str]] = field(default_factory=dict)
-    lost: dict[str, int] = field(default_factory=dict)
+    lost: Counter[str] = field(default_factory=Counter)
     left_out: set[str] = field(default_factory=set)
     refused: dict[str, str] = field(default_factory=dict)
 
-    def add(self, kind: str, notes: Iterable[str], faults: list[str]) -> None:
-        often = kind in _OFTEN and not {omitted_text.LEFT_OUT, omitted_text.LOST_REASONING}.isdisjoint(notes)
-        if often:
+    def add(self, kind: str, notes: Collection[str], faults: list[str]) -> None:
+        if kind in _OFTEN and not _ON_PURPOSE.isdisjoint(notes):
             self.left_out.add(_OFTEN[kind])
+            notes = [note for note in notes if note not in _ON_PURPOSE]
             faults = [fault for fault in faults if fault not in (_NO_LABEL, _CHANGED)]
-        for note in notes:
-            if often and note in (omitted_text.LEFT_OUT, omitted_text.LOST_REASONING):
-                continue
-            if note in _LOST:
-                place = f"{_LOST[note]} in {kind}"
-                self.lost[place] = self.lost.get(place, 0) + 1
-            elif note in _UNSUPPORTED:
-                self.left_out.add(_UNSUPPORTED[note])
-        self.opens_thought |= OPENS_THOUGHT in faults
-        faults = [fault for fault in faults if fault != OPENS_THOUGHT]
-        self.exact += not faults
+        self.lost.update(f"{_LOST[note]} in {kind}" for note in notes if note in _LOST)
+        self.left_out.update(_UNSUPPORTED[note] for note in notes if note in _UNSUPPORTED)
+        self.exact += not set(faults) - {OPENS_THOUGHT}
         for fault in faults:
             self.faults.setdefault(fault, []).append(kind)
 
     def lines(self) -> Iterator[Line]:
         what = f"the labels of {self.exact} of {COUNT} conversations are the answers and nothing else"
+        opens_thought = self.faults.pop(OPENS_THOUGHT, [])
         wrong = [f"{fault} in {listed(dict.fromkeys(of))}" for fault, of in self.faults.items()]
         wrong += [f"it loses {place} ({count} conversations)" for place, count in self.lost.items()]
         yield Line("template", "no" if wrong or not self.exact else "yes", "; ".join([what, *wrong]))
@@ -130,7 +125,7 @@ class _Found:
         if self.left_out:
             what = f"it leaves out {listed(sorted(self.left_out), 9)}; each run's data report says so"
             yield Line("template", "note", what)
-        if self.opens_thought:
+        if opens_thought:
             yield Line("template", "note", OPENS_THOUGHT, "write answers with reasoning")
 
 
@@ -145,31 +140,33 @@ def _take(segment: Segment, tokenizer: PreTrainedTokenizerBase, seen: Tokenised)
 
 def _faults(segment: Segment, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> list[str]:
     """What is wrong with the labels or the texts of a conversation."""
+    trained, untrained = _runs(segment, tokenizer)
+    whole = "".join(trained)
+    inside, outside = set(MARK.findall(whole)), set(MARK.findall("".join(untrained)))
+    answers = [message for message in row["messages"] if message["role"] == "assistant"]
+    parts = list(map(parts_of, answers))
+    marks = set(MARK.findall(json.dumps(answers)))
+    faults = {
+        "another text has labels": inside - marks,
+        _NO_LABEL: marks & outside or marks - inside - {REASONED},
+        _CHANGED: any(part not in whole for part in chain.from_iterable(parts)),
+        "labels begin before the answer": any(_begins_early(run, parts) for run in trained),
+        "reasoning stands after its answer": (
+            "reasoning_content" in answers[-1] and REASONED in whole.rpartition(parts[-1][-1])[2]
+        ),
+        "the BOS token is there twice": segment.input_ids[:2].tolist() == [tokenizer.bos_token_id] * 2,
+    }
+    text = str(tokenizer.decode(segment.input_ids.tolist()))
+    return [*filter(faults.get, faults), *_changed(text, row["messages"])]
+
+
+def _runs(segment: Segment, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], list[str]]:
+    """The texts of consecutive tokens with a label, and those of tokens without."""
     edges = np.flatnonzero(np.diff(segment.loss_mask.astype(np.int8))) + 1
-    runs = [str(tokenizer.decode(ids.tolist())) for ids in np.split(segment.input_ids, edges)]
-    labelled = [bool(mask[0]) for mask in np.split(segment.loss_mask, edges)]
-    trained = [run for run, label in zip(runs, labelled, strict=True) if label]
-    inside, outside = (
-        set(MARK.findall("".join(run for run, label in zip(runs, labelled, strict=True) if label is wanted)))
-        for wanted in (True, False)
-    )
-    said = [one for one in row["messages"] if one["role"] == "assistant"]
-    parts = [parts_of(one) for one in said]
-    marks, whole = set(MARK.findall(json.dumps(said))), "".join(trained)
-    faults = []
-    if inside - marks:
-        faults.append("another text has labels")
-    if marks & outside or marks - inside - {REASONED}:
-        faults.append(_NO_LABEL)
-    if any(part not in whole for one in parts for part in one):
-        faults.append(_CHANGED)
-    if any(_begins_early(run, parts) for run in trained):
-        faults.append("labels begin before the answer")
-    if "reasoning_content" in said[-1] and REASONED in whole.rpartition(parts[-1][-1])[2]:
-        faults.append("reasoning stands after its answer")
-    if segment.input_ids[:2].tolist() == [tokenizer.bos_token_id] * 2:
-        faults.append("the BOS token is there twice")
-    return faults + _changed(str(tokenizer.decode(segment.input_ids.tolist())), row["messages"])
+    trained, untrained = list[str](), list[str]()
+    for ids, labelled in zip(np.split(segment.input_ids, edges), np.split(segment.loss_mask, edges), strict=True):
+        (trained if labelled[0] else untrained).append(str(tokenizer.decode(ids.tolist())))
+    return trained, untrained
 
 
 def _begins_early(run: str, said: list[list[str]]) -> bool:

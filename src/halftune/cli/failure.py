@@ -73,12 +73,8 @@ def _of_the_machine(error: Exception) -> HalftuneError | None:
     torch = sys.modules.get("torch")
     if is_full(error):
         drop_output()  # the full disk may be that of standard output
-        return TrainingError(
-            "the disk is full",
-            where=str(vars(error).get("filename") or ""),
-            remedy="free space, or set another output or cache folder (HALFTUNE_CACHE)",
-            code="core.disk_full",
-        )
+        what, remedy = "the disk is full", "free space, or set another output or cache folder (HALFTUNE_CACHE)"
+        return TrainingError(what, where=str(vars(error).get("filename") or ""), remedy=remedy, code="core.disk_full")
     if isinstance(error, MemoryError):
         what = "out of main memory"
         return TrainingError(what, remedy="see `halftune plan` for an estimate of the need", code="core.out_of_memory")
@@ -139,12 +135,8 @@ def _of_the_model(error: Exception) -> HalftuneError | None:
         return None
     first = (str(error).strip().splitlines() or ["no message"])[0][:200]
     what = f"the model's remote code failed: {type(error).__name__}: {first}"
-    return ModelError(
-        what,
-        where=f"{where_written(file)}:{line}",
-        remedy="fix the code, or use a working revision",
-        code="model.own_code_failed",
-    )
+    remedy = "fix the code, or use a working revision"
+    return ModelError(what, where=f"{where_written(file)}:{line}", remedy=remedy, code="model.own_code_failed")
 
 
 def _bug(error: Exception, *, shown: bool) -> str:

@@ -140,22 +140,26 @@ def _devices_of_build(hardware: Hardware, cuda: str | None) -> Iterator[Check]:
 
 def _ranges() -> Iterator[Check]:
     """Installed packages whose versions halftune does not support, with one line that mends them all."""
-    try:
-        lines = requires("halftune") or ()
-    except PackageNotFoundError:  # run from its sources
-        return
-    wrong = {}
-    for requirement in map(Requirement, lines):
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        version = version_of(requirement.name)
-        if version and not requirement.specifier.contains(version, prereleases=True):
-            wrong[f"{requirement.name}{requirement.specifier}"] = f"{requirement.name} {version}"
+    wrong = dict(_unsupported())
     if wrong:
         remedy = "pip install " + " ".join(f'"{one}"' for one in wrong)
         if any(one.startswith("torch") for one in wrong) and torch_cuda():
             remedy += f", with the index of torch's builds for CUDA {torch_cuda()}"
         yield Check("versions", "fail", f"not supported: {', '.join(wrong.values())}", remedy)
+
+
+def _unsupported() -> Iterator[tuple[str, str]]:
+    """Requirement, and the installed package that does not meet it."""
+    try:
+        lines = requires("halftune") or ()
+    except PackageNotFoundError:  # run from its sources
+        return
+    for requirement in map(Requirement, lines):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        version = version_of(requirement.name)
+        if version and not requirement.specifier.contains(version, prereleases=True):
+            yield f"{requirement.name}{requirement.specifier}", f"{requirement.name} {version}"
 
 
 def _required() -> Iterator[Check]:

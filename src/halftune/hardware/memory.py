@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from halftune.config.facts.architecture import total_elements
 from halftune.config.facts.model import ModelFacts
 from halftune.config.weight_formats import format_of
 from halftune.hardware import Kind
@@ -204,17 +205,16 @@ def weight_bytes(facts: ModelFacts, quantization: str | None, storage: int) -> i
     if quantised is None:
         return facts.num_parameters * storage
     tensors = facts.likely_tensors
-    linear = sum(
-        one.size * one.count for one in tensors if one.kind in ("linear", "conv1d") and one.module != "lm_head"
-    )
+    layers = (one for one in tensors if one.kind in ("linear", "conv1d") and one.module != "lm_head")
+    linear = total_elements(layers)
     linear += experts_size(facts) if facts.quantized_experts else 0
-    linear = linear * facts.num_parameters // sum(one.size * one.count for one in tensors)
+    linear = linear * facts.num_parameters // total_elements(tensors)
     return round(linear * quantised) + (facts.num_parameters - linear) * storage
 
 
 def experts_size(facts: ModelFacts) -> int:
     """Number of weights of fused experts, which are 3-D parameters."""
-    return sum(one.size * one.count for one in facts.likely_tensors if len(one.shape) == 3 and "expert" in one.name)
+    return total_elements(one for one in facts.likely_tensors if len(one.shape) == 3 and "expert" in one.name)
 
 
 def _logits(work: Workload, facts: ModelFacts) -> int:
@@ -223,7 +223,7 @@ def _logits(work: Workload, facts: ModelFacts) -> int:
     A position is kept if any row has a label there, so a batch keeps more than a packed row. The loss of a plain head
     is computed a few rows at a time; fp16 materialises logits, whose gradients must be scaled.
     """
-    raw = (facts.raw or {}).get("text_config") or facts.raw or {}
+    raw = facts.decoder_config
     positions = work.tokens * (1 - (1 - work.labelled) ** (work.tokens // work.length if not work.packed else 1))
     held = work.half_range or any(raw.get(key) not in (None, 1, 1.0) for key in TOUCHED_LOGITS)
     width = facts.hidden_size + (facts.vocab_size if held else 0)
@@ -286,7 +286,7 @@ def _attention(work: Workload, facts: ModelFacts) -> float:
 
 def _linear_attention(work: Workload, facts: ModelFacts) -> float:
     """Bytes per token of one linear-attention layer: the convolution, and the chunked form's fp32 copies."""
-    raw = (facts.raw or {}).get("text_config") or facts.raw or {}
+    raw = facts.decoder_config
     keys = int(raw.get("linear_num_key_heads", 0)) * int(raw.get("linear_key_head_dim", 0))
     values = int(raw.get("linear_num_value_heads", 0)) * int(raw.get("linear_value_head_dim", 0))
     width = 2 * keys + values or 4 * facts.hidden_size
@@ -296,7 +296,7 @@ def _linear_attention(work: Workload, facts: ModelFacts) -> float:
 
 def _feed_forward(work: Workload, facts: ModelFacts) -> float:
     """Bytes per token of one feed-forward block: gate, activation, up and product; fused: gate and up only."""
-    raw = (facts.raw or {}).get("text_config") or facts.raw or {}
+    raw = facts.decoder_config
     width = facts.intermediate_size
     if facts.num_experts:
         width = _widest(raw, "moe_intermediate_size", width) * max(facts.num_experts_per_token, 1)

@@ -7,7 +7,9 @@ the data.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+from halftune.config.facts.architecture import Tensor
 from halftune.config.facts.media import part_of
 from halftune.config.facts.model import ModelFacts
 
@@ -37,12 +39,12 @@ def tower_activations(facts: ModelFacts, tokens: int, compute: int, *, trained: 
         checkpointing: whether a trained tower's layers are recomputed.
     """
     vision = [one for one in facts.tower_tensors if part_of(one.name) != "audio"]
-    layers = max((len(one.layers) for one in vision), default=0)
-    blocks = [one for one in vision if one.kind in ("linear", "conv1d") and len(one.layers) == layers > 0]
+    layers, blocks = _repeated(vision)
     if not blocks:
         return 0
     patches = tokens * patches_per_token(facts)
-    width = max({one.shape[1] for one in blocks}, key=[one.shape[1] for one in blocks].count)
+    widths = [one.shape[1] for one in blocks]
+    width = max(set(widths), key=widths.count)
     outputs = sum(one.shape[0] for one in blocks)
     layer = outputs * compute + _NORMS * width * (4 + compute)
     pixels = max((math.prod(one.shape[1:]) for one in vision if len(one.shape) >= 4), default=0)
@@ -52,3 +54,9 @@ def tower_activations(facts: ModelFacts, tokens: int, compute: int, *, trained: 
         kept = layers * layer
         kept = min(kept, layers * width * compute + 2 * layer) if checkpointing else kept
     return patches * (kept + ends) + tokens * facts.hidden_size * compute
+
+
+def _repeated(tensors: Sequence[Tensor]) -> tuple[int, list[Tensor]]:
+    """Number of layers, and the weights of linear layers that each of them has."""
+    layers = max((len(one.layers) for one in tensors), default=0)
+    return layers, [one for one in tensors if one.kind in ("linear", "conv1d") and len(one.layers) == layers > 0]

@@ -33,12 +33,9 @@ def processes(config: RunConfig, hardware: Hardware) -> int:
         return devices * asked.num_machines
     each = asked.num_processes // asked.num_machines
     if hardware.kind != "cpu" and each > devices:
-        raise PlanError(
-            f"{each} processes require {each} devices; this machine has {devices}",
-            where="distributed.num_processes",
-            remedy=f"use at most {devices * asked.num_machines}",
-            code="launch.too_many_processes",
-        )
+        what = f"{each} processes require {each} devices; this machine has {devices}"
+        remedy = f"use at most {devices * asked.num_machines}"
+        raise PlanError(what, where="distributed.num_processes", remedy=remedy, code="launch.too_many_processes")
     return asked.num_processes
 
 
@@ -55,12 +52,8 @@ def world_size(config: RunConfig, hardware: Hardware) -> int:
     asked = config.distributed.num_processes
     if asked is not None and asked != started:
         what = f"num_processes is {asked}, but the launcher started {started}"
-        raise PlanError(
-            what,
-            where="distributed.num_processes",
-            remedy=f"remove it, or start {asked} processes",
-            code="launch.process_count_differs",
-        )
+        remedy = f"remove it, or start {asked} processes"
+        raise PlanError(what, where="distributed.num_processes", remedy=remedy, code="launch.process_count_differs")
     return started
 
 

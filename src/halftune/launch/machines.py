@@ -157,12 +157,9 @@ def resolve(machine: Machine, patience: Patience) -> list[str]:
                 patience.wait(f"host {machine.host} to be resolvable in the cluster")
                 continue
             why = error.strerror if isinstance(error, OSError) else "invalid host name"
-            raise PlanError(
-                f"cannot resolve host {machine.host!r} ({why})",
-                where=f"distributed.{_KEY}",
-                remedy="set an address of machine 0, or a name that all machines can resolve",
-                code="launch.bad_main_address",
-            ) from error
+            what = f"cannot resolve host {machine.host!r} ({why})"
+            remedy = "set an address of machine 0, or a name that all machines can resolve"
+            raise PlanError(what, where=f"distributed.{_KEY}", remedy=remedy, code="launch.bad_main_address") from error
         return list(dict.fromkeys(str(one[4][0]) for one in found))
 
 
@@ -245,12 +242,9 @@ def _claim(store: TCPStore, machine: Machine) -> None:
         return
     other = json.loads(holder)
     if not store.check(["halftune/begun"]):
-        raise PlanError(
-            f"duplicate machine_rank {machine.rank}: already used by {other['host']} (process {other['process']})",
-            where="distributed.machine_rank",
-            remedy=f"set a different rank on each machine, from 0 to {machine.count - 1}",
-            code="launch.rank_taken",
-        )
+        what = f"duplicate machine_rank {machine.rank}: already used by {other['host']} (process {other['process']})"
+        remedy = f"set a different rank on each machine, from 0 to {machine.count - 1}"
+        raise PlanError(what, where="distributed.machine_rank", remedy=remedy, code="launch.rank_taken")
     store.set(key, mine)  # replaces one that exited (distributed.max_restarts)
 
 

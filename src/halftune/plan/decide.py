@@ -153,12 +153,8 @@ def _check_optimizer(config: RunConfig, hardware: Hardware, precision: Precision
     """
     name, row = config.training.optim, OPTIMIZERS[config.training.optim]
     if hardware.kind not in row.devices:
-        raise PlanError(
-            f"optim: {name} is not supported on {hardware.kind}",
-            where="training.optim",
-            remedy="training.optim: adamw",
-            code="plan.optimizer_unavailable",
-        )
+        what = f"optim: {name} is not supported on {hardware.kind}"
+        raise PlanError(what, where="training.optim", remedy="training.optim: adamw", code="plan.optimizer_unavailable")
     if row.state_format and config.precision.optimizer_state not in ("auto", row.state_format):
         raise PlanError(
             f"{name} keeps its state in {row.state_format}",

@@ -77,12 +77,9 @@ def _with_batch_of(plan: Plan, resumed: ResumedBatch) -> Plan:
         return plan
     each, left = divmod(resumed.rows, batch.world_size)
     if left:
-        raise ConfigError(
-            f"the run takes {resumed.rows} rows a step, which {batch.world_size} processes cannot share",
-            where=str(resumed.checkpoint),
-            remedy=f"distributed.num_processes: a number that divides {resumed.rows}",
-            code="train.rows_not_divisible",
-        )
+        what = f"the run takes {resumed.rows} rows a step, which {batch.world_size} processes cannot share"
+        remedy = f"distributed.num_processes: a number that divides {resumed.rows}"
+        raise ConfigError(what, where=str(resumed.checkpoint), remedy=remedy, code="train.rows_not_divisible")
     size = next(size for size in range(min(batch.micro_batch, each), 0, -1) if each % size == 0)
     log.info(
         "processes: %d before, %d now. A step has the same %d rows in the same order: each process makes %d forward "

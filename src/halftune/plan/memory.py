@@ -61,11 +61,9 @@ def check_fits(memory: MemoryPlan, config: RunConfig) -> None:
         DoesNotFitError: it is not.
     """
     if memory.verdict.value == "does not fit" and not config.training.ignore_memory_estimate:
-        raise DoesNotFitError(
-            f"the run is not expected to fit: {memory.verdict.reason}",
-            remedy="training.ignore_memory_estimate: true trains all the same",
-            code="plan.does_not_fit",
-        )
+        what = f"the run is not expected to fit: {memory.verdict.reason}"
+        remedy = "training.ignore_memory_estimate: true trains all the same"
+        raise DoesNotFitError(what, remedy=remedy, code="plan.does_not_fit")
 
 
 def per_process(hardware: Hardware, processes: int) -> int:
@@ -88,13 +86,12 @@ def workload(
     training, adapter = config.training, config.adapter
     length = config.data.max_length
     rows, budget = batch_size(config)
-    labelled = config.method.labelled_share
+    tokens, labelled = rows * config.method.segments * length, config.method.labelled_share
     if budget is not None and not packing:
-        labelled = 1.0  # many short rows: at nearly every position some row has a label
-    lora = adapter if isinstance(adapter, LoraAdapter) else None
-    dropout = lora.dropout if lora is not None else 0.0
-    fusible = lora is not None and not lora.use_dora and dropout == 0
-    tokens = rows * config.method.segments * length if budget is None or packing else budget
+        tokens, labelled = budget, 1.0  # many short rows: at nearly every position some row has a label
+    lora = isinstance(adapter, LoraAdapter)
+    dropout = adapter.dropout if lora else 0.0
+    fusible = lora and not adapter.use_dora and dropout == 0
     scan_kept, scan_workspace = _scan(hardware, facts, attention.linear.value, tokens, length)
     state = precision.optimizer_state.value
     width = 1 if state in ("8bit", "4bit") else BYTES[state]  # such an optimizer counts its bytes itself
@@ -146,27 +143,30 @@ def _verdict(
     left = (chosen.total - chosen.optimizer) / available
     if OPTIMIZERS[config.training.optim].paged and work.kind != "cpu" and left <= TIGHT:
         return Choice("tight", f"{said}: paged optimizer state has to move to main memory, which is slow")
+    ways = _ways_to_fit(chosen, available, config, work, checkpointing, plain_weights)
+    tried = ", ".join(filter(ways.get, ways)) or "a device with more memory"
+    return Choice("does not fit", f"{said}; try {tried}")
+
+
+def _ways_to_fit(
+    chosen: Estimate, available: int, config: RunConfig, work: Workload, checkpointing: bool, plain_weights: bool
+) -> dict[str, bool]:
+    """What would take less memory → whether this run can do it."""
     rows, budget = batch_size(config)
-    shared = work.strategy == "fsdp2"
+    several_rows, shared = budget is None and rows > 1, work.strategy == "fsdp2"
     full, heavy = config.adapter.type == "none", chosen.weights > available / 2
-    ways = {
-        "model.quantization: nf4": (
-            heavy and not full and config.model.quantization == "none" and plain_weights and work.kind == "cuda"
-        ),
+    unquantised = config.model.quantization == "none" and plain_weights
+    fits_in_half = (budget or 0) >= 2 * config.data.max_length
+    return {
+        "model.quantization: nf4": heavy and not full and unquantised and work.kind == "cuda",
         "training.gradient_checkpointing: true": not checkpointing,
-        "fewer training.tokens_per_batch with more gradient_accumulation_steps": (
-            (budget or 0) >= 2 * config.data.max_length
-        ),
-        "a smaller training.per_device_train_batch_size with more gradient_accumulation_steps": (
-            budget is None and rows > 1
-        ),
+        "fewer training.tokens_per_batch with more gradient_accumulation_steps": fits_in_half,
+        "a smaller training.per_device_train_batch_size with more gradient_accumulation_steps": several_rows,
         "a smaller data.max_length": chosen.weights < available,
         "adapter: lora": full,
         "more devices": shared,
         "distributed.fsdp.cpu_offload: true": shared and not work.offload and work.kind != "cpu",
     }
-    tried = ", ".join(filter(ways.get, ways)) or "a device with more memory"
-    return Choice("does not fit", f"{said}; try {tried}")
 
 
 def _gib(size: float) -> str:

@@ -55,12 +55,8 @@ def _reference(method: ReferenceMethod, adapter: AdapterSection) -> Choice[str]:
     lora = adapter if isinstance(adapter, LoraAdapter) else None
     lost = adapter.type == "none" or (lora is not None and lora.reduces_base)
     if lost and method.reference == "adapter_off":
-        raise PlanError(
-            "this run does not keep the base model, which is asked for as the reference",
-            where="method.reference",
-            remedy="method.reference: auto",
-            code="plan.no_reference_model",
-        )
+        what = "this run does not keep the base model, which is asked for as the reference"
+        raise PlanError(what, where="method.reference", remedy="method.reference: auto", code="plan.no_reference_model")
     continued = lora is not None and lora.name_or_path is not None
     if {"precomputed": True, "adapter_off": False}.get(method.reference, lost or continued):
         return Choice("precomputed", PRECOMPUTED[lost, continued])

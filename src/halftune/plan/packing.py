@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from halftune.attention.contract import AttentionPlan
 from halftune.attention.route import linear_backend, route_attention
 from halftune.config.facts.model import ModelFacts
@@ -80,12 +82,9 @@ def choose_packing(
     mixes = _mixes_samples(facts, linear) or _stretches(facts, longest)
     if section.enabled is True:
         if mixes:
-            raise PlanError(
-                f"packing would mix the samples of a row: {mixes}",
-                where="data.packing",
-                remedy="data.packing: false, or auto (which leaves it off here)",
-                code="attention.packing_unsupported",
-            )
+            what = f"packing would mix the samples of a row: {mixes}"
+            remedy = "data.packing: false, or auto (which leaves it off here)"
+            raise PlanError(what, where="data.packing", remedy=remedy, code="attention.packing_unsupported")
         return Choice(True, "asked for (data.packing); checked on a copy of the model at the start")
     doubt = mixes or _doubtful(facts, trust_remote_code)
     if doubt:
@@ -118,19 +117,22 @@ def _mixes_samples(facts: ModelFacts, linear: str) -> str:
 
 def _stretches(facts: ModelFacts, longest: int) -> str:
     """Why a long sample would change the positions of the others in its row (Phi-3 and Phi-4-mini above 4,096)."""
-    raw = facts.raw or {}
-    text = raw.get("text_config") or raw
-    said = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    kinds = [part for part in said.values() if isinstance(part, dict)]  # one, or one for a kind of layer
-    for rope in (said, *kinds):
-        kind, made_for = rope.get("rope_type") or rope.get("type"), facts.max_position_embeddings
-        if kind != "dynamic":  # as transformers reads it: beside rope_parameters first
-            key = "original_max_position_embeddings"
-            made_for = text.get(key) or rope.get(key) or made_for
-        if kind in _BY_LENGTH and longest > (made_for or longest):
+    text = facts.decoder_config
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    of_layers = (part for part in rope.values() if isinstance(part, dict))  # one for each kind of layer
+    for kind, made_for in (_trained_for(one, text, facts) for one in (rope, *of_layers)):
+        if kind in _BY_LENGTH and made_for and longest > made_for:
             above = f"{kind} RoPE, above {made_for:,} tokens"
             return f"the longest sample of a row sets the rotary frequencies of all of it ({above})"
     return ""
+
+
+def _trained_for(rope: dict[str, Any], text: dict[str, Any], facts: ModelFacts) -> tuple[str | None, int | None]:
+    """The type of RoPE, and the length in tokens from which on it changes the frequencies."""
+    kind, key = rope.get("rope_type") or rope.get("type"), "original_max_position_embeddings"
+    if kind == "dynamic":
+        return kind, facts.max_position_embeddings
+    return kind, text.get(key) or rope.get(key) or facts.max_position_embeddings  # transformers' order
 
 
 def _doubtful(facts: ModelFacts, trust_remote_code: bool) -> str:
@@ -138,7 +140,7 @@ def _doubtful(facts: ModelFacts, trust_remote_code: bool) -> str:
     raw = facts.raw or {}
     if trust_remote_code and raw.get("auto_map"):
         return "the checkpoint's own code is not known to keep samples apart"
-    text = raw.get("text_config") or raw
+    text = facts.decoder_config
     if text.get("attention_chunk_size"):
         return "attention in chunks of the row cuts across samples"
     if text.get("index_topk"):

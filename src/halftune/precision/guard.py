@@ -155,11 +155,8 @@ class Guard:
         Raises, when called:
             DtypeContractError: as ``attention``.
         """
-
-        def dtype_of(found: Sequence[torch.Tensor]) -> torch.dtype | None:
-            return computing_dtype(found, torch.float32)
-
-        return self._wrap(fn, tuple((name,) for name in operands), "linear attention", dtype_of)
+        spellings = tuple((name,) for name in operands)
+        return self._wrap(fn, spellings, "linear attention", lambda found: computing_dtype(found, torch.float32))
 
     def rotary(self, fn: F) -> F:
         """Wrap ``fn(x, cos, sin, …)``: the tables are cast to the dtype of ``x``, so that ``x`` keeps it."""
@@ -195,6 +192,7 @@ class Guard:
             return fn
         names = list(inspect.signature(fn).parameters)
         places = tuple(_place(names, spelling) for spelling in spellings)
+        named_first = [spelling[0] for spelling in spellings]
         has_module = names[0] == "module"
 
         @functools.wraps(fn)
@@ -204,15 +202,10 @@ class Guard:
             if dtype is not None and all(operand.dtype is dtype for operand in operands):
                 return fn(*args, **kwargs)
             site = self._site(fn, args[0] if has_module and args else kwargs.get("module"))
-            named = dict(zip([spelling[0] for spelling in spellings], operands, strict=True))
+            named = dict(zip(named_first, operands, strict=True))
             dtype = self._handle_cast(site, target, named, dtype)
-            args_list = list(args)
-            for (at, name), operand in zip(places, operands, strict=True):
-                if at < len(args_list):
-                    args_list[at] = operand.to(dtype)
-                else:
-                    kwargs[name] = operand.to(dtype)
-            result = fn(*args_list, **kwargs)
+            cast = [operand.to(dtype) for operand in operands]
+            result = fn(*_with_operands(args, kwargs, places, cast), **kwargs)
             return result if target == "rotary" else returned(result, operands, dtype)
 
         return guarded  # type: ignore[return-value]
@@ -254,19 +247,20 @@ class Guard:
             what = f"{target} computes in {shown(dtype)} but got {arrived}{since}"
             remedy = "set attention.guard: cast, or fix the lines that `halftune doctor` lists"
             raise self._refusal(what, site, remedy, code="precision.promoted")
-        if site in self._sites:
-            self._sites[site].casts += 1
-        else:
-            self._sites[site] = Site(1, arrived, shown(dtype))
-        if promoted and not self._sites[site].promoted:
-            self._sites[site].promoted = promoted
-        if self._sites[site].casts == 1 or site in self._unreported:
-            if not promoted and self._record_next():
-                self._unreported[site] = target
-            else:
-                self._unreported.pop(site, None)
-                self._log_site(site, target)
+        self._count_cast(site, target, Site(0, arrived, shown(dtype), promoted))
         return dtype
+
+    def _count_cast(self, name: str, target: str, new: Site) -> None:
+        """Count a cast; log the site's first once its promoting line is known or cannot be found."""
+        site = self._sites.setdefault(name, new)
+        site.casts += 1
+        site.promoted = site.promoted or new.promoted
+        if site.casts == 1 or name in self._unreported:
+            if not new.promoted and self._record_next():
+                self._unreported[name] = target
+            else:
+                self._unreported.pop(name, None)
+                self._log_site(name, target)
 
     def count_graph_cast(self, file: str, line: int, target: str, arrived: str, dtype: str) -> None:
         """Count a cast in a compiled graph, once per graph; the site is the calling line."""
@@ -296,11 +290,9 @@ class Guard:
         Raises:
             DtypeContractError: a call was refused, and the error was caught.
         """
-        if self._refused is not None:
-            what = f"{self._refused.what}; the model's code caught this error and continued without attention's result"
-            raise DtypeContractError(
-                what, where=self._refused.where, remedy=self._refused.remedy, code=self._refused.code
-            )
+        if (refused := self._refused) is not None:
+            what = f"{refused.what}; the model's code caught this error and continued without attention's result"
+            raise DtypeContractError(what, where=refused.where, remedy=refused.remedy, code=refused.code)
 
     def _explain(self, strays: dict[str, torch.Tensor]) -> str:
         """``fp32 since file:line …`` if the forward pass is recorded; per operand if they differ."""
@@ -370,6 +362,19 @@ def _autocast(tensor: torch.Tensor) -> bool:
     """Whether autocast is enabled on the tensor's device; the meta device has no autocast."""
     kind = tensor.device.type
     return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
+def _with_operands(
+    args: Sequence[Any], kwargs: dict[str, Any], places: Sequence[tuple[int, str]], operands: Sequence[torch.Tensor]
+) -> list[Any]:
+    """Positional arguments with other operands at their places; those passed by name are replaced in ``kwargs``."""
+    replaced = list(args)
+    for (at, name), operand in zip(places, operands, strict=True):
+        if at < len(args):
+            replaced[at] = operand
+        else:
+            kwargs[name] = operand
+    return replaced
 
 
 def _place(names: list[str], spellings: tuple[str, ...]) -> tuple[int, str]:

@@ -36,9 +36,9 @@ def guard_cached(guard: Guard, function: Callable[..., Any]) -> Callable[..., An
 
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        operands = {name: given[name] for name in OPERANDS if isinstance(given.get(name), torch.Tensor)}
-        caches = {name: given[name] for name in _CACHES}
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        operands = {name: arguments[name] for name in OPERANDS if isinstance(arguments.get(name), torch.Tensor)}
+        caches = {name: arguments[name] for name in _CACHES}
         dtype = caches["k_cache"].dtype
         if dtype is not caches["v_cache"].dtype or dtype not in _SUPPORTED:
             guard.refuse_caches(function, caches | operands)
@@ -198,21 +198,21 @@ def _guarded(
     refuse: Refusal | None,
     instead: Mapping[str, Function],
 ) -> dict[Function, Function]:
-    found: dict[Function, Function] = {}
-    for entry in functions if guard.mode != "off" else ():
+    if guard.mode == "off":
+        return {}
+    replacements: dict[Function, Function] = {}
+    for entry in functions:
         if (function := installed(entry)) is not None:
             if "k_cache" in inspect.signature(function).parameters:
-                found[function] = guard_cached(guard, function)
+                replacements[function] = guard_cached(guard, function)
                 continue
             called = instead.get(entry.name, function) if entry.module.startswith("flash_attn.") else function
             checked = called if refuse is None else _checked(called, entry.operands[0], refuse)
-            found[function] = _int32_boundaries(guard.attention(checked, entry.operands))
-    for entry in rotary if guard.mode != "off" else ():
+            replacements[function] = _int32_boundaries(guard.attention(checked, entry.operands))
+    for entry in rotary:
         if (function := installed(entry)) is not None:
-            found[function] = guard.rotary(function)
-    for function, operands in fla_operators() if guard.mode != "off" else ():
-        found[function] = guard.operator(function, operands)
-    return found
+            replacements[function] = guard.rotary(function)
+    return replacements | {function: guard.operator(function, operands) for function, operands in fla_operators()}
 
 
 def _checked(function: Callable[..., Any], first: str, refuse: Refusal) -> Callable[..., Any]:

@@ -158,12 +158,9 @@ def _compute(section: PrecisionSection, hardware: Hardware, full: bool, facts: M
         fallen = f"{section.compute} was asked for, but {reason}; fell back to {auto} (precision.on_unsupported)"
         return _Compute(auto, fallen, device, (_sentence(fallen),))
     others = f"auto ({auto} here)" if auto == "fp32" else f"auto ({auto} here), precision: fp32"
-    raise PlanError(
-        f"{section.compute} is unavailable: {reason}",
-        where="precision",
-        remedy=f"use precision: {others}, or precision: {{compute: {section.compute}, on_unsupported: fallback}}",
-        code="precision.compute_unavailable",
-    )
+    what = f"{section.compute} is unavailable: {reason}"
+    remedy = f"use precision: {others}, or precision: {{compute: {section.compute}, on_unsupported: fallback}}"
+    raise PlanError(what, where="precision", remedy=remedy, code="precision.compute_unavailable")
 
 
 def _linear(
@@ -187,12 +184,9 @@ def _linear(
         return Choice("fp8", reason), ()
     if section.on_unsupported == "fallback":
         return None, (_sentence(f"fp8 was asked for linear layers, but {why}; they compute in {compute}"),)
-    raise PlanError(
-        f"fp8 is unavailable for linear layers: {why}",
-        where="precision.linear",
-        remedy="precision.linear: auto, or precision.on_unsupported: fallback",
-        code="precision.compute_unavailable",
-    )
+    what = f"fp8 is unavailable for linear layers: {why}"
+    remedy = "precision.linear: auto, or precision.on_unsupported: fallback"
+    raise PlanError(what, where="precision.linear", remedy=remedy, code="precision.compute_unavailable")
 
 
 def _check(section: PrecisionSection, compute: _Compute, facts: ModelFacts, full: bool) -> None:
@@ -202,12 +196,9 @@ def _check(section: PrecisionSection, compute: _Compute, facts: ModelFacts, full
             "fp16": "fp16's loss scaler requires fp32 weights (torch cannot unscale half gradients)",
             "fp32": "bf16 weights would already have lost the precision of fp32 compute",
         }[compute.value]
-        raise PlanError(
-            f"trainable weights in bf16 are incompatible with {compute.value} compute: {why}",
-            where="precision.trainable",
-            remedy="use precision.trainable: auto, or precision.compute: bf16",
-            code="precision.trainable_conflict",
-        )
+        what = f"trainable weights in bf16 are incompatible with {compute.value} compute: {why}"
+        remedy = "use precision.trainable: auto, or precision.compute: bf16"
+        raise PlanError(what, where="precision.trainable", remedy=remedy, code="precision.trainable_conflict")
     row = format_of(facts.quantization)
     if not row.on_load and (unknown := refusal(facts.quantization)):
         remedy = "use the original bf16 or fp16 checkpoint, or one quantised by bitsandbytes"

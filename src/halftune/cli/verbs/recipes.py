@@ -16,6 +16,7 @@ import json
 import shutil
 import sys
 from difflib import get_close_matches
+from itertools import starmap
 from pathlib import Path
 
 from halftune.config.recipes import Recipe, beside, described, named, recipes
@@ -37,13 +38,13 @@ def run(args: argparse.Namespace) -> int:
     """List or copy; returns 2 for what does not exist, or exists already."""
     if args.action:
         return _copy(*args.action)
-    found = [described(name, path) for name, path in recipes().items()]
-    if args.memory is not None:
-        found = [one for one in found if one.memory <= args.memory]
-    if args.method is not None:
-        found = [one for one in found if one.method == args.method]
-    print(json.dumps([one.to_dict() for one in found], indent=2) if args.json else _table(found))
+    found = [recipe for recipe in starmap(described, recipes().items()) if _is_wanted(recipe, args)]
+    print(json.dumps([recipe.to_dict() for recipe in found], indent=2) if args.json else _table(found))
     return 0
+
+
+def _is_wanted(recipe: Recipe, args: argparse.Namespace) -> bool:
+    return (args.memory is None or recipe.memory <= args.memory) and args.method in (None, recipe.method)
 
 
 def _gib(text: str) -> float:
@@ -75,20 +76,28 @@ def _copy(action: str, name: str = "", target: str = "", *more: str) -> int:
     if (source := named(name)) is None:
         near = get_close_matches(Path(name).stem, [path.stem for path in recipes().values()], n=3)
         return _refused(f"there is no recipe {name} · {', '.join(near) or 'halftune recipes lists them'}")
-    into = Path(target or source.name)
+    return _copy_to(source, target or source.name)
+
+
+def _copy_to(source: Path, target: str) -> int:
+    into = Path(target)
     try:
         if into.is_dir() or target.endswith("/"):
             into /= source.name
-        pairs = [(source, into), *((file, into.parent / file.name) for file in beside(source))]
-        if taken := [str(new) for old, new in pairs if new.exists() and new.read_bytes() != old.read_bytes()]:
+        copies = {source: into, **{file: into.parent / file.name for file in beside(source)}}
+        if taken := [str(new) for old, new in copies.items() if _differs(old, new)]:
             return _refused(f"{', '.join(taken)} exists already · name another file")
-        for old, new in pairs:
+        for old, new in copies.items():
             new.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(old, new)
     except OSError as error:
         return _refused(f"{into} cannot be written: {error.strerror or error}")
-    print(f"copied {', '.join(str(new) for _, new in pairs)}\ntrain with: halftune train --config {into}")
+    print(f"copied {', '.join(map(str, copies.values()))}\ntrain with: halftune train --config {into}")
     return 0
+
+
+def _differs(old: Path, new: Path) -> bool:
+    return new.exists() and new.read_bytes() != old.read_bytes()
 
 
 def _refused(what: str) -> int:

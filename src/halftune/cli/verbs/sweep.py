@@ -176,19 +176,22 @@ def _keys(tree: Tree) -> dict[str, Any]:
     return keys
 
 
-def _check_range(tree: Tree, key: str, one: Any, *, random_values: bool) -> None:
+def _check_range(tree: Tree, key: str, values: Any, *, random_values: bool) -> None:
     path = ("keys", key)
-    if one == []:
+    if values == []:
         raise _wrong(tree, path, "an empty list", "list the values to try")
-    if isinstance(one, list):
+    if isinstance(values, list):
         return
-    if not isinstance(one, dict) or not {"min", "max"} <= one.keys() <= {"min", "max", "log"}:
+    if not isinstance(values, dict) or not {"min", "max"} <= values.keys() <= {"min", "max", "log"}:
         raise _wrong(tree, path, "expected a list of values", "with samples, {min: …, max: …, log: true} works too")
     if not random_values:
         raise _wrong(tree, path, "a range needs random values", "set samples, or list the values to try")
-    low, high = one["min"], one["max"]
-    if not _is_number(low) or not _is_number(high) or not low < high or (one.get("log") and low <= 0):
+    if not _is_range(values["min"], values["max"], log=values.get("log")):
         raise _wrong(tree, path, "expected numbers with min below max, above 0 with log", "")
+
+
+def _is_range(low: Any, high: Any, *, log: Any) -> bool:
+    return _is_number(low) and _is_number(high) and low < high and not (log and low <= 0)
 
 
 def _is_number(value: Any) -> bool:

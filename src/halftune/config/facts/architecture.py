@@ -52,12 +52,8 @@ def check_complete(
         if names:
             count = "1 weight is" if len(names) == 1 else f"{len(names)} weights are"
             what = f"{count} {kind}, first {names[0]}: they would be random"
-            raise ModelError(
-                what,
-                where=where,
-                remedy="copy or download the checkpoint again, or check config.json",
-                code="model.weights_mismatch",
-            )
+            remedy = "copy or download the checkpoint again, or check config.json"
+            raise ModelError(what, where=where, remedy=remedy, code="model.weights_mismatch")
 
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -126,6 +122,11 @@ class Tensor:
         if not self.layers:
             return (self.module,)
         return (self.module.replace("*", str(layer), 1) for layer in self.layers)
+
+
+def total_elements(tensors: Iterable[Tensor]) -> int:
+    """Return the number of elements of all tensors, in all layers."""
+    return sum(tensor.size * tensor.count for tensor in tensors)
 
 
 @dataclass(frozen=True)

@@ -60,10 +60,8 @@ def config_in(folder: Path) -> Path:
         return file
     key = "model.name_or_path"
     if (folder / "adapter_config.json").is_file():
-        what, remedy = (
-            f"{folder} contains an adapter, not a model",
-            "use its base model, or merge it: halftune export",
-        )
+        what = f"{folder} contains an adapter, not a model"
+        remedy = "use its base model, or merge it: halftune export"
         raise ModelError(what, where=key, remedy=remedy, code="model.is_adapter")
     what = f"no config.json in folder {folder}"
     raise ModelError(what, where=key, remedy="use the folder of a model", code="model.config_missing")
@@ -113,12 +111,8 @@ def from_hub(name: str, revision: str | None, file: str, *, key: str, download: 
     except (HfHubHTTPError, OSError, ValueError, RuntimeError) as error:  # not there, gated, no home folder
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         remedy = "check the name and the network (HF_HUB_OFFLINE, HF_ENDPOINT, a token for gated models), or a folder"
-        raise ModelError(
-            f"no local folder {name}; downloading {file} from the hub failed: {reason}",
-            where=key,
-            remedy=remedy,
-            code="model.hub_unreachable",
-        ) from error
+        what = f"no local folder {name}; downloading {file} from the hub failed: {reason}"
+        raise ModelError(what, where=key, remedy=remedy, code="model.hub_unreachable") from error
 
 
 def hub_answers() -> bool:

@@ -72,14 +72,12 @@ def multimodal_class(raw: dict[str, Any], parts: str, *, trust_remote_code: bool
     text = _classes("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES").get(model_type, "")
     if not whole or _brings_code(raw, trust_remote_code) or (text and not isinstance(raw.get("text_config"), dict)):
         return ""
-    if parts == "text" and text in ("", whole):
-        what, remedy = (
-            f"transformers has no text-only class of {model_type}",
-            "set model.parts: all (the towers are frozen)",
-        )
-        raise ModelError(what, where=where, remedy=remedy, code="model.no_text_class")
     if parts == "text":
-        return ""
+        if text not in ("", whole):
+            return ""
+        what = f"transformers has no text-only class of {model_type}"
+        remedy = "set model.parts: all (the towers are frozen)"
+        raise ModelError(what, where=where, remedy=remedy, code="model.no_text_class")
     named = raw.get("architectures")
     return "" if isinstance(named, list) and text in named and whole not in named else whole
 

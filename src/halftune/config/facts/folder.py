@@ -75,12 +75,8 @@ def check_weights(folder: Path) -> None:
             what, where=where, remedy=f"if you trust them, run: {model_command(folder)}", code="model.pickle_refused"
         )
     if (folder / "model.safetensors").is_file():
-        raise ModelError(
-            "the file contains no weights",
-            where=f"{folder}/model.safetensors",
-            remedy="download it again",
-            code="model.weights_missing",
-        )
+        what, remedy = "the file contains no weights", "download it again"
+        raise ModelError(what, where=f"{folder}/model.safetensors", remedy=remedy, code="model.weights_missing")
     others = sorted(path.name for path in folder.glob("*.safetensors"))
     what = f"no weights: no model.safetensors and no index of shards{f' (found {others[0]})' if others else ''}"
     raise ModelError(what, where=where, remedy="download the model again", code="model.weights_missing")
@@ -99,12 +95,8 @@ def check_adapter(folder: Path) -> None:
         return
     if (folder / "adapter_model.bin").is_file():
         what = "the adapter is a pickle (adapter_model.bin), which executes code when loaded"
-        raise ModelError(
-            what,
-            where=str(folder),
-            remedy=f"if you trust it, run: {adapter_command(folder)}",
-            code="model.pickle_refused",
-        )
+        remedy = f"if you trust it, run: {adapter_command(folder)}"
+        raise ModelError(what, where=str(folder), remedy=remedy, code="model.pickle_refused")
     what = "the adapter has no adapter_model.safetensors"
     raise ModelError(what, where=str(folder), remedy="restore the file", code="model.adapter_missing")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -136,12 +137,11 @@ def _problems(kind: str, contents: list[dict[str, Any]]) -> Iterator[tuple[str, 
         what = f"model type {kind} with a {', '.join(sorted(named))} is not supported"
         yield what, f"use a checkpoint with a {expected}"
     if kind in AUDIO_FAMILIES:
-        yield from (
-            (f"the feature extractor has {wrong}", correct) for wrong in map(wrong_extractor, contents) if wrong
-        )
+        for wrong in filter(None, map(wrong_extractor, contents)):
+            yield f"the feature extractor has {wrong}", correct
     if family is not None and family.mrope:
         return
-    for name, value in (side for one in contents for side in _sides(one)):
+    for name, value in chain.from_iterable(map(_sides, contents)):
         if value > _LONGEST:
             what = f"the image processor scales images to {value:,} pixels ({name}); the maximum is {_LONGEST:,}"
             yield what, correct

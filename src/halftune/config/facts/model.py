@@ -8,7 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from halftune.config.builtin_models import BUILTIN_MODELS
-from halftune.config.facts.architecture import Architecture, Tensor, architecture_of, check_complete, prediction_heads
+from halftune.config.facts.architecture import (
+    Architecture,
+    Tensor,
+    architecture_of,
+    check_complete,
+    prediction_heads,
+    total_elements,
+)
 from halftune.config.facts.config_file import config_file
 from halftune.config.facts.families import OWN, Family, check_causal, family_of, is_reward_model, multimodal_class
 from halftune.config.facts.folder import read_json
@@ -33,6 +40,7 @@ from halftune.core.errors import ModelError
 from halftune.core.table import did_you_mean
 
 INNER = ("text_config", "global_config")  # sub-configs of the decoder; global_config is BLT's
+_NOT_BUILT = Architecture(text={}, tied=False, towers=(), tensors=())
 
 
 @dataclass(frozen=True)
@@ -122,6 +130,11 @@ class ModelFacts:
         return family_of(self.model_type, self.text_type)
 
     @property
+    def decoder_config(self) -> dict[str, Any]:
+        """The decoder's settings in config.json: ``text_config``, or the whole."""
+        return (self.raw or {}).get("text_config") or self.raw or {}
+
+    @property
     def likely_tensors(self) -> tuple[Tensor, ...]:
         """``tensors``, or those of a Llama of these sizes if the architecture cannot be built."""
         return self.tensors or tuple(_llama(self))
@@ -201,36 +214,39 @@ def facts_from_config(
         ModelError: a size is missing or not a number, or the quantisation method of the weights is missing.
     """
     where = where or name
-    given = _untied(raw) if head_apart else raw
-    built = None if own_code else architecture_of(given, multimodal=bool(multimodal))
-    nested, text = _decoder(given, built, outer=bool(multimodal))
+    loaded = _untied(raw) if head_apart else raw
+    built = None if own_code else architecture_of(loaded, multimodal=bool(multimodal))
+    parts = built or _NOT_BUILT
+    nested, text = _decoder(loaded, parts.text, outer=bool(multimodal))
     model_type = str(text.get("model_type"))
     if model_type in OWN:
         rwkv7_shape(text)
     sizes, family = sizes_of(text, where, built), family_of(raw.get("model_type"), model_type)
-    headers, towers = split_towers(headers or {}) if nested or multimodal else (headers or {}, {})
+    language, towers = headers or {}, Headers()
+    if nested or multimodal:
+        language, towers = split_towers(language)
     facts = ModelFacts(
         name_or_path=name,
         model_type=str(raw.get("model_type")),
         text_type=model_type,
-        dtype=main_format(headers) or dtype_of(text),
+        dtype=main_format(language) or dtype_of(text),
         **sizes,
         num_parameters=0,
         counted_in="own code" if own_code else "architecture" if built else "sizes",
         **attention(text, family, sizes["num_layers"], where),
         **experts(text, where),
-        quantization=_quantization(text, headers, where),
+        quantization=_quantization(text, language, where),
         max_position_embeddings=number(text, ("max_position_embeddings", "n_positions"), where),
-        tensors=built.tensors if built else (),
+        tensors=parts.tensors,
         raw=raw,
-        stored=stored_formats(headers),
+        stored=stored_formats(language),
         multimodal=multimodal,
-        tower_parameters=_elements(towers) or (sum(one.size * one.count for one in built.towers) if built else 0),
-        tower_tensors=built.towers if built else (),
-        attention_lacks=built.lacks if built else (),
-        expert_modules=built.experts if built else (),
+        tower_parameters=_elements(towers) or total_elements(parts.towers),
+        tower_tensors=parts.towers,
+        attention_lacks=parts.lacks,
+        expert_modules=parts.experts,
     )
-    return _counted(facts, headers)
+    return _counted(facts, language)
 
 
 def _elements(headers: Headers) -> int:
@@ -242,7 +258,7 @@ def _counted(facts: ModelFacts, headers: Headers) -> ModelFacts:
     counted = 0 if facts.quantization else count_parameters(headers, tied=facts.tie_word_embeddings)
     if counted:
         return replace(facts, num_parameters=counted, counted_in="headers")
-    return replace(facts, num_parameters=sum(one.size * one.count for one in facts.likely_tensors))
+    return replace(facts, num_parameters=total_elements(facts.likely_tensors))
 
 
 def _untied(raw: dict[str, Any]) -> dict[str, Any]:
@@ -251,15 +267,14 @@ def _untied(raw: dict[str, Any]) -> dict[str, Any]:
     return {**raw, **inner, "tie_word_embeddings": False}
 
 
-def _decoder(raw: dict[str, Any], built: Architecture | None, *, outer: bool) -> tuple[bool, dict[str, Any]]:
+def _decoder(raw: dict[str, Any], defaults: dict[str, Any], *, outer: bool) -> tuple[bool, dict[str, Any]]:
     """Whether the decoder is a sub-model, and its settings with the defaults of its type.
 
     ``outer``: the multimodal class is loaded, which decides whether the head is tied.
     """
     inner = next((raw[name] for name in INNER if isinstance(raw.get(name), dict)), {})
-    given, said = without_nulls(raw), without_nulls(inner)
-    defaults = built.text if built else {}
-    text = {**given, **defaults, **said} if inner else {**defaults, **grouped(given), **given}
+    whole, own = without_nulls(raw), without_nulls(inner)
+    text = {**whole, **defaults, **own} if inner else {**defaults, **grouped(whole), **whole}
     if outer and "tie_word_embeddings" in raw:
         text["tie_word_embeddings"] = raw["tie_word_embeddings"]
     return bool(inner), text

@@ -76,20 +76,22 @@ def _shards(index: Path) -> list[Path]:
         reason = f": {error.strerror}" if isinstance(error, OSError) else ""
         raise damaged(f"cannot read the index of the weights{reason}", index) from error
     for name in names:
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            what, remedy = (
-                f"the index contains {name}, outside the model's folder",
-                "download the model again from a source you trust",
-            )
-            raise ModelError(what, where=str(index), remedy=remedy, code="model.index_outside_folder")
-        if not name.endswith(".safetensors"):
-            what = f"the index contains {name}, which is not safetensors and may be a pickle that executes code"
-            raise ModelError(what, where=str(index), remedy="use a safetensors checkpoint", code="model.pickle_refused")
+        _check_shard(name, index)
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         what = f"{len(missing)} of {len(files)} weight files are missing, first {missing[0]}"
         raise ModelError(what, where=str(index.parent), remedy="download the model again", code="model.weights_missing")
     return files
+
+
+def _check_shard(name: str, index: Path) -> None:
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        what = f"the index contains {name}, outside the model's folder"
+        remedy = "download the model again from a source you trust"
+        raise ModelError(what, where=str(index), remedy=remedy, code="model.index_outside_folder")
+    if not name.endswith(".safetensors"):
+        what = f"the index contains {name}, which is not safetensors and may be a pickle that executes code"
+        raise ModelError(what, where=str(index), remedy="use a safetensors checkpoint", code="model.pickle_refused")
 
 
 def read_header(file: Path) -> Headers:
@@ -133,10 +135,7 @@ def _header(file: Path) -> dict[str, tuple[Path, int, dict[str, Any]]]:
         reason = "shorter than a header" if isinstance(error, struct.error) else str(error)
         remedy = "download the file again, or restore it"
         if _is_pointer(file):
-            reason, remedy = (
-                "a git-lfs pointer instead of the weights",
-                "run `git lfs pull` in the folder",
-            )
+            reason, remedy = "a git-lfs pointer instead of the weights", "run `git lfs pull` in the folder"
         what = f"corrupt or truncated safetensors file: {reason}"
         raise ModelError(what, where=str(file), remedy=remedy, code="core.file_damaged") from error
 

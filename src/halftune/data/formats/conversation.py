@@ -140,9 +140,5 @@ class Format:
 def no_chat_template(where: str) -> DataError:
     """The error for conversations without a chat template."""
     what = "the tokenizer has no chat template to render conversations"
-    return DataError(
-        what,
-        where=where,
-        remedy="set model.chat_template: a name of docs/reference/chat-templates.md, or the path of a Jinja file",
-        code="model.chat_template_missing",
-    )
+    remedy = "set model.chat_template: a name of docs/reference/chat-templates.md, or the path of a Jinja file"
+    return DataError(what, where=where, remedy=remedy, code="model.chat_template_missing")

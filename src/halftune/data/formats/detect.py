@@ -179,12 +179,8 @@ def detect_for(method: Method, rows: Collection[Mapping[str, Any]], section: Sou
         return detect(rows, section, section.path, method.records)
     reading = detect(rows, section, section.path)
     if reading.format.record not in method.records:
-        raise DataError(
-            "plain text has no answers to train on",
-            where=section.path,
-            remedy="set method: {type: pretrain} to train on every token",
-            code="data.text_without_answers",
-        )
+        what, remedy = "plain text has no answers to train on", "set method: {type: pretrain} to train on every token"
+        raise DataError(what, where=section.path, remedy=remedy, code="data.text_without_answers")
     return reading
 
 
@@ -219,12 +215,9 @@ def _check_rating(
         values = [row.get(name) for row in rows]
         flags = [value.lower() == "true" if value in ("true", "false", "True", "False") else value for value in values]
         if False in [flag for flag in flags if isinstance(flag, bool)]:
-            raise DataError(
-                f"boolean column {name}: rated answers require method: kto, bad answers would be trained too",
-                where=where,
-                remedy=f"set method: kto, or keep only the rows with {name}: true",
-                code="data.rated_answers",
-            )
+            what = f"boolean column {name}: rated answers require method: kto, bad answers would be trained too"
+            remedy = f"set method: kto, or keep only the rows with {name}: true"
+            raise DataError(what, where=where, remedy=remedy, code="data.rated_answers")
 
 
 def _reading(made: Format, columns: dict[str, str], found: Mapping[str, int], total: int) -> Reading:
@@ -246,19 +239,11 @@ def _check_mapping(mapping: Mapping[str, str], found: Mapping[str, int], where: 
     known = {name for made in _formats().values() for name in made.columns}
     for ours, theirs in mapping.items():
         if ours not in known:
-            raise DataError(
-                f"columns: no format has a column {ours!r}",
-                where=where,
-                remedy=did_you_mean(ours, known),
-                code="data.bad_columns",
-            )
+            what = f"columns: no format has a column {ours!r}"
+            raise DataError(what, where=where, remedy=did_you_mean(ours, known), code="data.bad_columns")
         if theirs not in found:
-            raise DataError(
-                f"columns: the data has no column {theirs!r}",
-                where=where,
-                remedy=did_you_mean(theirs, found),
-                code="data.bad_columns",
-            )
+            what = f"columns: the data has no column {theirs!r}"
+            raise DataError(what, where=where, remedy=did_you_mean(theirs, found), code="data.bad_columns")
 
 
 def _preference_error(where: str) -> DataError:

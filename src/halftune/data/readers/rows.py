@@ -127,19 +127,11 @@ def decoded(raw: bytes, path: Path) -> str:
         return raw.decode(encoding)
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
-        raise DataError(
-            f"not UTF-8: byte 0x{raw[error.start]:02x}",
-            where=f"{path} line {line}",
-            remedy="convert the file, e.g. iconv -f latin1 -t utf-8",
-            code="core.not_utf8",
-        ) from error
+        what, remedy = f"not UTF-8: byte 0x{raw[error.start]:02x}", "convert the file, e.g. iconv -f latin1 -t utf-8"
+        raise DataError(what, where=f"{path} line {line}", remedy=remedy, code="core.not_utf8") from error
 
 
 def check_names(names: Sequence[str], where: str) -> None:
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise DataError(
-            f"duplicate column names: {', '.join(map(repr, twice))}",
-            where=where,
-            remedy="rename or remove the duplicates",
-            code="data.duplicate_columns",
-        )
+        what = f"duplicate column names: {', '.join(map(repr, twice))}"
+        raise DataError(what, where=where, remedy="rename or remove the duplicates", code="data.duplicate_columns")

@@ -50,24 +50,30 @@ def losses(
         text: the rendering.
         turns: its answers.
     """
-    messages, features, found = conversation.messages, template.features, list[str]()
-    if conversation.tools and "tools" not in template.source(conversation.tools):
-        found.append(NO_TOOLS)
-    elif conversation.tools and not _shows_tools(conversation.tools, text, turns):
-        found.append(LOST_TOOLS)
-    if features.reasoning is None and any("reasoning_content" in message for message in messages):
-        found.append(NO_REASONING)
-    if not features.system and messages[0]["role"] == "system":
-        found.append(NO_SYSTEM_SHOWN)
+    messages = conversation.messages
+    notes = [*_unsupported(template, conversation, text, turns)]
     ranges: dict[int, list[tuple[int, int]]] = {}
     for turn in turns:
         ranges.setdefault(turn.message, []).append((turn.start, turn.end))
     calling = [index for index, message in enumerate(messages) if message.get("tool_calls")]
     if not all(_shows_arguments(messages[index], _cut(text, ranges.get(index, []))) for index in calling):
-        found.append(LEFT_OUT)
+        notes.append(LEFT_OUT)
     if doubtful := _doubtful(template, conversation, text, ranges):
-        found += _lost(template, messages, marked, tools, text, ranges, doubtful)
-    return list(dict.fromkeys(found))
+        notes += _lost(template, messages, marked, tools, text, ranges, doubtful)
+    return list(dict.fromkeys(notes))
+
+
+def _unsupported(template: ChatTemplate, conversation: Conversation, text: str, turns: Sequence[Turn]) -> Iterator[str]:
+    """What a template has no place for: tools, reasoning, a system message."""
+    messages, features, tools = conversation.messages, template.features, conversation.tools
+    if tools and "tools" not in template.source(tools):
+        yield NO_TOOLS
+    elif tools and not _shows_tools(tools, text, turns):
+        yield LOST_TOOLS
+    if features.reasoning is None and any("reasoning_content" in message for message in messages):
+        yield NO_REASONING
+    if not features.system and messages[0]["role"] == "system":
+        yield NO_SYSTEM_SHOWN
 
 
 def _cut(text: str, ranges: Sequence[tuple[int, int]]) -> str:
@@ -147,25 +153,29 @@ def _lost(
 ) -> Iterator[str]:
     """Notes about the messages among ``doubtful`` whose text is not in the rendering, or in another place."""
     asked, placed = _last_question(messages), placed_texts(template, marked, tools, text)
+    if placed is None:
+        doubtful = {index: True for index, missing in doubtful.items() if missing}
     squeezed = "" if placed else _squeezed(text)
-    for index, missing in doubtful.items():
-        message = messages[index]
+    for index in doubtful:
+        answers = messages[index]["role"] == "assistant"
         if placed:
-            shown, first = placed.shown(index, ranges.get(index) if message["role"] == "assistant" else None)
+            shown, first = placed.shown(index, ranges.get(index) if answers else None)
             said = placed.visible(index)
         else:  # what the template writes depends on the words: look for them
-            first, said = None, message["content"].strip()
-            shown = _squeezed(_cut(text, ranges.get(index, []))) if message["role"] == "assistant" else squeezed
-            if not missing:
-                continue
-        lost = not _is_shown(template, _kept(said, index, asked), shown)
-        if message["role"] == "assistant" and lost:
-            reasoned = _THOUGHT in said and _is_shown(template, said.rpartition(_THOUGHT)[2], shown)
-            yield LOST_REASONING if reasoned else LEFT_OUT
-        elif lost and (index or message["role"] != "system" or template.features.system):  # which has its own note
-            yield LOST_TEXT[message["role"]]
-        elif message["role"] == "user" and first is not None and _is_moved(first, index, ranges):
+            first, said = None, messages[index]["content"].strip()
+            shown = _squeezed(_cut(text, ranges.get(index, []))) if answers else squeezed
+        if not _is_shown(template, _kept(said, index, asked), shown):
+            yield _note(template, index, messages[index]["role"], said, shown)
+        elif messages[index]["role"] == "user" and first is not None and _is_moved(first, index, ranges):
             yield MOVED
+
+
+def _note(template: ChatTemplate, index: int, role: str, said: str, shown: str) -> str:
+    """What a message loses whose text ``said`` is not among the characters ``shown``."""
+    if role != "assistant":
+        return LOST_TEXT[role] if index or role != "system" or template.features.system else NO_SYSTEM_SHOWN
+    reasoned = _THOUGHT in said and _is_shown(template, said.rpartition(_THOUGHT)[2], shown)
+    return LOST_REASONING if reasoned else LEFT_OUT
 
 
 def _is_moved(first: int, index: int, ranges: Mapping[int, list[tuple[int, int]]]) -> bool:

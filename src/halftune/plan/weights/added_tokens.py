@@ -9,6 +9,7 @@ from halftune.config.facts.architecture import Tensor
 from halftune.config.sections.model import NoAdapter, TokensSection
 from halftune.core.choice import Choice
 from halftune.plan.request import Request
+from halftune.plan.weights.targets import is_table
 
 HEAD = "lm_head"
 
@@ -34,7 +35,7 @@ def with_added_tokens(request: Request) -> Request:
     more = (new - old) * facts.hidden_size * (1 if facts.tie_word_embeddings else 2)
     grown = replace(facts, vocab_size=new, tensors=tensors, num_parameters=facts.num_parameters + more)
     reason = f"{len(section.add)} tokens (model.tokens.add); {new:,} rows, new ones the mean of the old"
-    adapter, tables = config.adapter, [one for one in grown.likely_tensors if _is_table(one, new)][:1]
+    adapter, tables = config.adapter, [one for one in grown.likely_tensors if is_table(one, new)][:1]
     heads = [] if facts.tie_word_embeddings else [HEAD]
     if not isinstance(adapter, NoAdapter):
         names = [*(one.module.rpartition(".")[2] for one in tables), *heads]
@@ -46,10 +47,6 @@ def with_added_tokens(request: Request) -> Request:
         trained = (f"^{re.escape(name)}$" for name in names)
         adapter = adapter.model_copy(update={"train_only": (*adapter.train_only, *trained)})
     return Request(config.model_copy(update={"adapter": adapter}), grown, Choice(new - old, reason))
-
-
-def _is_table(tensor: Tensor, rows: int) -> bool:
-    return tensor.kind == "embedding" and tensor.shape[0] == rows
 
 
 def _grown(tensor: Tensor, old: int, new: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from halftune.config.facts.architecture import Tensor
+from halftune.config.facts.architecture import Tensor, total_elements
 from halftune.config.facts.model import ModelFacts
 from halftune.config.sections.model import LoraAdapter
 from halftune.core.errors import PlanError
@@ -71,7 +71,7 @@ def check_quantised(facts: ModelFacts) -> int:
     Raises:
         PlanError: the model has none.
     """
-    size = sum(one.size * one.count for one in expert_tensors(facts))
+    size = total_elements(expert_tensors(facts))
     if facts.tensors and not size:
         what, remedy = f"{facts.model_type} has no fused experts", "remove it"
         raise PlanError(what, where="model.quantize_experts", remedy=remedy, code="plan.quantization_unavailable")

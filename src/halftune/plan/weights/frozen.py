@@ -34,12 +34,8 @@ def choose_weights(model: ModelSection, hardware: Hardware, facts: ModelFacts) -
         raise PlanError(what, where=_WHERE, remedy="model.quantization: none", code="plan.quantization_unavailable")
     if facts.multimodal:
         what = f"{asked} on load is not supported for a checkpoint with towers"
-        raise PlanError(
-            what,
-            where=_WHERE,
-            remedy="model.parts: text, or model.quantization: none",
-            code="plan.quantization_unavailable",
-        )
+        remedy = "model.parts: text, or model.quantization: none"
+        raise PlanError(what, where=_WHERE, remedy=remedy, code="plan.quantization_unavailable")
     if hardware.kind not in row.devices:
         what = f"{asked} on load is not supported on {hardware.kind}"
         raise PlanError(what, where=_WHERE, remedy="model.quantization: none", code="plan.quantization_unavailable")

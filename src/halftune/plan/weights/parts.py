@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from halftune.attention.backends import backend_of
 from halftune.attention.contract import AttentionPlan
-from halftune.config.facts.architecture import Tensor
+from halftune.config.facts.architecture import Tensor, total_elements
 from halftune.config.facts.media import TOWERS, TOWERS_WITH_BOUNDS, part_of
 from halftune.config.facts.model import ModelFacts
 from halftune.config.run import RunConfig
@@ -31,6 +30,11 @@ def tower_parts(facts: ModelFacts) -> dict[str, list[Tensor]]:
     for tensor in facts.tower_tensors:
         parts.setdefault(part_of(tensor.name), []).append(tensor)
     return parts
+
+
+def _tensors(facts: ModelFacts, chosen: Mapping[str, str], mode: str) -> list[Tensor]:
+    """The weights outside the language model that are trained in a mode."""
+    return [tensor for part, tensors in tower_parts(facts).items() if chosen[part] == mode for tensor in tensors]
 
 
 def modes(config: RunConfig) -> dict[str, str]:
@@ -61,30 +65,30 @@ def with_parts(request: Request) -> Request:
         PlanError: ``model.train`` asks for what cannot be trained; lists everything.
     """
     config, facts = request.config, request.facts
-    asked = any(modes(config)[part] != "frozen" for part in TOWERS) or any(part_rates(config.training).values())
+    chosen = modes(config)
+    asked = any(chosen[part] != "frozen" for part in TOWERS) or any(part_rates(config.training).values())
     if not asked and config.model.train.language == "auto":
         return request
+    _refuse_problems(config, facts)
+    adapter = config.adapter
+    if not isinstance(adapter, NoAdapter) or (chosen["language"] != "frozen" and not adapter.is_partial):
+        return request
+    patterns = dict.fromkeys(_pattern(tensor.name) for tensor in _tensors(facts, chosen, "full"))
+    partial = adapter.model_copy(update={"train_only": (*adapter.train_only, *patterns)})
+    return replace(request, config=config.model_copy(update={"adapter": partial}))
+
+
+def _pattern(name: str) -> str:
+    return rf"^{re.escape(name)}$".replace(r"\*", r"\d+")
+
+
+def _refuse_problems(config: RunConfig, facts: ModelFacts) -> None:
     problems = [
         PlanError(what, where=where, remedy=remedy, code="plan.parts_conflict")
         for where, what, remedy in _problems(config, facts)
     ]
     if problems:
         raise PlanError(problems) if problems[1:] else problems[0]
-    adapter, chosen = config.adapter, modes(config)
-    if not isinstance(adapter, NoAdapter) or (chosen["language"] != "frozen" and not adapter.is_partial):
-        return request
-    names = [name for part, tensors in tower_parts(facts).items() if chosen[part] == "full" for name in _names(tensors)]
-    patterns = tuple(dict.fromkeys(_pattern(name) for name in names))
-    partial = adapter.model_copy(update={"train_only": (*adapter.train_only, *patterns)})
-    return replace(request, config=config.model_copy(update={"adapter": partial}))
-
-
-def _names(tensors: Sequence[Tensor]) -> Iterator[str]:
-    yield from (tensor.name for tensor in tensors)
-
-
-def _pattern(name: str) -> str:
-    return rf"^{re.escape(name)}$".replace(r"\*", r"\d+")
 
 
 def _problems(config: RunConfig, facts: ModelFacts) -> Iterator[tuple[str, str, str]]:
@@ -150,26 +154,28 @@ def count_parts(config: RunConfig, facts: ModelFacts) -> Adapted:
     Raises:
         PlanError: as ``count_trainable``.
     """
-    adapter, chosen, parts = config.adapter, modes(config), tower_parts(facts)
-    trained = {part: tensors for part, tensors in parts.items() if chosen[part] != "frozen"}
-    if not trained:
+    adapter, chosen = config.adapter, modes(config)
+    if all(chosen[part] == "frozen" for part in tower_parts(facts)):
         return count_trainable(facts, adapter)
-    if isinstance(adapter, NoAdapter):
-        every = tuple(tensor for tensors in trained.values() for tensor in tensors)
-        more = 0 if adapter.is_partial else sum(one.size * one.count for one in every)
+    if isinstance(adapter, NoAdapter):  # then no part is trained by LoRA
+        every = _tensors(facts, chosen, "full")
+        more = 0 if adapter.is_partial else total_elements(every)
         wider = replace(facts, tensors=(*facts.tensors, *every), num_parameters=facts.num_parameters + more)
         return _named(count_trainable(wider, adapter), chosen)
-    by_lora = [one for part, tensors in trained.items() if chosen[part] == "lora" for one in tensors]
+    by_lora = _tensors(facts, chosen, "lora")
     if chosen["language"] == "frozen":
-        found = count_trainable(replace(facts, tensors=tuple(by_lora)), _alone(adapter))  # type: ignore[arg-type]
+        adapted = count_trainable(replace(facts, tensors=tuple(by_lora)), _alone(adapter))  # type: ignore[arg-type]
     else:
-        found = count_trainable(replace(facts, tensors=(*facts.tensors, *by_lora)), adapter)
-    whole = [one for part, tensors in trained.items() if chosen[part] == "full" for one in tensors if _in_module(one)]
-    added = tuple((one.shape, is_hidden(one), one.count) for one in whole)
-    more = sum(math.prod(shape) * count for shape, _, count in added)
-    count = Choice(found.count.value + more, found.count.reason)
-    found = replace(found, count=count, tensors=(*found.tensors, *added), saved_whole=found.saved_whole + more)
-    return _named(found, chosen)
+        adapted = count_trainable(replace(facts, tensors=(*facts.tensors, *by_lora)), adapter)
+    return _named(_with_whole(adapted, list(filter(_in_module, _tensors(facts, chosen, "full")))), chosen)
+
+
+def _with_whole(adapted: Adapted, tensors: Sequence[Tensor]) -> Adapted:
+    """Beside an adapter, tensors that are trained in full."""
+    rows, more = tuple((one.shape, is_hidden(one), one.count) for one in tensors), total_elements(tensors)
+    count = Choice(adapted.count.value + more, adapted.count.reason)
+    saved_whole = adapted.saved_whole + more
+    return replace(adapted, count=count, tensors=(*adapted.tensors, *rows), saved_whole=saved_whole)
 
 
 def _in_module(tensor: Tensor) -> bool:
@@ -189,7 +195,7 @@ def plan_parts(
     if not config.data.media:
         return ()
     chosen, parts = modes(config), tower_parts(facts)
-    counts = {"language": facts.num_parameters, **{part: sum(map(_elements, parts[part])) for part in parts}}
+    counts = {"language": facts.num_parameters, **{part: total_elements(parts[part]) for part in parts}}
     return tuple(
         PartPlan(
             name=part,
@@ -202,10 +208,6 @@ def plan_parts(
         )
         for part in ("language", *(part for part in TOWERS if part in parts))
     )
-
-
-def _elements(tensor: Tensor) -> int:
-    return tensor.size * tensor.count
 
 
 def _why(config: RunConfig, part: str) -> str:
@@ -285,22 +287,26 @@ def choose_features(
     asked, chosen, training = config.data.cache_features, modes(config), config.training
     if not config.data.images:
         return None
-    if trained := [part for part in ("vision", "projector") if chosen[part] != "frozen"]:
-        if asked is True:
-            what, remedy = f"{trained[0]} is trained: its features change", "set data.cache_features: auto"
-            raise PlanError(what, where="data.cache_features", remedy=remedy, code="plan.parts_conflict")
-        return Choice(False, f"{trained[0]} is trained: features change in every step")
-    if strategy == "fsdp2":
-        return Choice(False, "fsdp2 shards the tower")
-    if asked is False:
-        return Choice(False, "switched off (data.cache_features)")
-    layers = 1 + len(((facts.raw or {}).get("vision_config") or {}).get("deepstack_visual_indexes") or ())
-    size = layers * facts.hidden_size * (4 if precision.compute.value == "fp32" else 2)
+    trained = next((part for part in ("vision", "projector") if chosen[part] != "frozen"), "")
+    if trained and asked is True:
+        what, remedy = f"{trained} is trained: its features change", "set data.cache_features: auto"
+        raise PlanError(what, where="data.cache_features", remedy=remedy, code="plan.parts_conflict")
+    against = {
+        f"{trained} is trained: features change in every step": trained,
+        "fsdp2 shards the tower": strategy == "fsdp2",
+        "switched off (data.cache_features)": asked is False,
+    }
+    if asked == "auto":
+        once = training.max_steps is None and training.num_train_epochs <= 1
+        against |= {"data.cache is off": not config.data.cache, "each image is seen once": once}
+    if reason := next(filter(against.get, against), ""):
+        return Choice(False, reason)
+    size = _feature_bytes(facts, precision)
     disk = f"the frozen tower is computed once per image, {size:,} bytes per image token on disk"
-    if asked is True:
-        return Choice(True, f"asked for (data.cache_features): {disk}")
-    if not config.data.cache:
-        return Choice(False, "data.cache is off")
-    if training.max_steps is None and training.num_train_epochs <= 1:
-        return Choice(False, "each image is seen once")
-    return Choice(True, disk)
+    return Choice(True, disk if asked == "auto" else f"asked for (data.cache_features): {disk}")
+
+
+def _feature_bytes(facts: ModelFacts, precision: PrecisionPlan) -> int:
+    """Bytes that the features of one image token take; DeepStack has further features for some layers."""
+    layers = 1 + len(((facts.raw or {}).get("vision_config") or {}).get("deepstack_visual_indexes") or ())
+    return layers * facts.hidden_size * (4 if precision.compute.value == "fp32" else 2)

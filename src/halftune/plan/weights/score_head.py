@@ -66,9 +66,5 @@ def _check_class(config: RunConfig, facts: ModelFacts) -> None:
     elif config.adapter.type == "lora" and config.adapter.model_dump().get("name_or_path"):
         what = "an adapter of a language model has no score head"
     if what:
-        raise PlanError(
-            what,
-            where="method.type",
-            remedy="use a model such as a Llama, Qwen, Mistral or Gemma, or method: dpo",
-            code="plan.no_score_head",
-        )
+        remedy = "use a model such as a Llama, Qwen, Mistral or Gemma, or method: dpo"
+        raise PlanError(what, where="method.type", remedy=remedy, code="plan.no_score_head")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from halftune.config.facts.architecture import Tensor, TensorKind
@@ -25,6 +26,11 @@ _EXPRESSION_SECONDS, _EXPRESSION_MEMORY = 5, 1 << 30  # an adapter of somebody e
 def is_hidden(tensor: Tensor) -> bool:
     """Whether it is a matrix between embedding and output layer."""
     return len(tensor.shape) == 2 and tensor.kind != "embedding" and tensor.module != HEAD
+
+
+def is_table(tensor: Tensor, rows: int) -> bool:
+    """Whether it is the embedding of a vocabulary of so many rows."""
+    return tensor.kind == "embedding" and tensor.shape[0] == rows
 
 
 def ends_with(name: str, endings: Iterable[str]) -> bool:
@@ -83,7 +89,7 @@ def tied_head(facts: ModelFacts) -> tuple[Tensor, ...]:
     """The output layer that shares the embedding's weight: a module with a name, but no tensor of its own."""
     if not facts.tie_word_embeddings or any(one.kind == "head" for one in facts.likely_tensors):
         return ()
-    tables = (one for one in facts.likely_tensors if one.kind == "embedding" and one.shape[0] == facts.vocab_size)
+    tables = (one for one in facts.likely_tensors if is_table(one, facts.vocab_size))
     return tuple(Tensor(f"{HEAD}.weight", one.shape, (), "head") for one in tables)[:1]
 
 
@@ -146,7 +152,7 @@ def check_adapter(
     """
     shared = tied_head(facts)
     layers = [one for one in (*facts.tensors, *shared) if one.kind != "parameter"]
-    experts = _experts(facts, adapter) if isinstance(adapter, LoraAdapter) and adapter.target_parameters else []
+    experts = _experts(facts, adapter)
     found = bool(touched or (experts and adapter.target_modules in ((), "all-linear")))
     _check_targets(layers, shared, adapter, found=found)
     _check_tied(facts, adapter, touched)
@@ -159,8 +165,10 @@ def check_adapter(
         _check_dora(facts, adapter, kinds)
 
 
-def _experts(facts: ModelFacts, adapter: LoraAdapter) -> list[str]:
+def _experts(facts: ModelFacts, adapter: LoraAdapter | PeftAdapter) -> list[str]:
     """Full names of the modules of fused experts that are adapted."""
+    if not isinstance(adapter, LoraAdapter) or not adapter.target_parameters:
+        return []
     from halftune.plan.weights.experts import targeted  # few runs adapt experts
 
     asked = adapter.target_parameters
@@ -196,19 +204,23 @@ def _check_targets(
     """Names that match no module are mistakes: peft would say so only after the weights are loaded."""
     can = [one for one in layers if one.kind in wraps(adapter) and one not in shared]
     known = sorted({one.module.rpartition(".")[2] for one in can})
-    targets, where = adapter.target_modules, "adapter.target_modules"
-    if isinstance(targets, tuple):
-        _check_names(targets, layers, adapter, known)
-    other = [one for one in layers if one.kind == "conv1d" and one.kind not in wraps(adapter)]
-    if not found and targets == "all-linear" and other:
-        raise _not_on(adapter, other[0], other[0].module.rpartition(".")[2])
+    if isinstance(adapter.target_modules, tuple):
+        _check_names(adapter.target_modules, layers, adapter, known)
     if not found:
-        remedy = f"the model's linear layers: {', '.join(known)}; a regular expression must match a whole name"
-        if targets in known:
-            remedy = f"write it as a list: [{targets}]"
-        elif targets == "all-linear" and adapter.modules_to_save:
-            remedy = "adapter.modules_to_save leaves no linear layer: remove modules from it"
-        raise PlanError(f"no module matches {targets!r}", where=where, remedy=remedy, code="config.bad_target_modules")
+        raise _nothing_matches(layers, adapter, known)
+
+
+def _nothing_matches(layers: Sequence[Tensor], adapter: LoraAdapter | PeftAdapter, known: list[str]) -> PlanError:
+    targets, where = adapter.target_modules, "adapter.target_modules"
+    other = next((one for one in layers if one.kind == "conv1d" and one.kind not in wraps(adapter)), None)
+    if targets == "all-linear" and other is not None:
+        return _not_on(adapter, other, other.module.rpartition(".")[2])
+    remedy = f"the model's linear layers: {', '.join(known)}; a regular expression must match a whole name"
+    if targets in known:
+        remedy = f"write it as a list: [{targets}]"
+    elif targets == "all-linear" and adapter.modules_to_save:
+        remedy = "adapter.modules_to_save leaves no linear layer: remove modules from it"
+    return PlanError(f"no module matches {targets!r}", where=where, remedy=remedy, code="config.bad_target_modules")
 
 
 def refuse_tied(kind: str, name: str) -> PlanError:
@@ -227,23 +239,29 @@ def _check_tied(facts: ModelFacts, adapter: LoraAdapter | PeftAdapter, touched: 
 def _check_saved(facts: ModelFacts, adapter: LoraAdapter | PeftAdapter) -> None:
     """Refuse names of no module, and modules that peft cannot train in full."""
     saved, tensors = adapter.modules_to_save, (*facts.tensors, *tied_head(facts))
-    for name in saved:
-        if not any(_contains(tensor, name) for tensor in tensors):
-            known = {part for tensor in tensors for part in tensor.module.split(".") if part != "*"}
-            what, remedy = f"no module is named {name!r}", did_you_mean(name, known)
-            raise PlanError(what, where="adapter.modules_to_save", remedy=remedy, code="config.bad_target_modules")
-    for tensor in tensors if saved else ():
-        shared = facts.tie_word_embeddings and tensor.kind == "embedding" and tensor.shape[0] == facts.vocab_size
-        for around in (saved_around(name, saved) for name in tensor.modules()):
-            if around[1:]:
-                what = f"adapter.modules_to_save trains {around[0]} in full, and {around[1]} in it once more"
-                raise _conflict(what, "remove one of them; a name also matches longer names that end with it")
-            if around and shared and around[0] != tensor.module:
-                what = f"{around[0]} contains the embedding, whose weight the output layer shares"
-                raise _conflict(what, "name smaller modules, e.g. [embed_tokens]")
-            if around and f"{tensor.module}.".startswith(f"{around[0]}.*."):
-                what, where = f"{around[0]} is a list of modules, which peft cannot save", "adapter.modules_to_save"
-                raise PlanError(what, where=where, remedy="name a module in it", code="config.bad_target_modules")
+    if not saved:
+        return
+    if unknown := [name for name in saved if not any(_contains(tensor, name) for tensor in tensors)]:
+        known = set(chain.from_iterable(tensor.module.split(".") for tensor in tensors)) - {"*"}
+        what, remedy = f"no module is named {unknown[0]!r}", did_you_mean(unknown[0], known)
+        raise PlanError(what, where="adapter.modules_to_save", remedy=remedy, code="config.bad_target_modules")
+    for tensor in tensors:
+        shared = facts.tie_word_embeddings and is_table(tensor, facts.vocab_size)
+        for around in filter(None, (saved_around(name, saved) for name in tensor.modules())):
+            _check_saved_around(tensor, around, shared=shared)
+
+
+def _check_saved_around(tensor: Tensor, around: Sequence[str], *, shared: bool) -> None:
+    """Refuse the modules ``around`` a weight that are trained in full; ``shared``: the output layer has it, too."""
+    if around[1:]:
+        what = f"adapter.modules_to_save trains {around[0]} in full, and {around[1]} in it once more"
+        raise _conflict(what, "remove one of them; a name also matches longer names that end with it")
+    if shared and around[0] != tensor.module:
+        what = f"{around[0]} contains the embedding, whose weight the output layer shares"
+        raise _conflict(what, "name smaller modules, e.g. [embed_tokens]")
+    if f"{tensor.module}.".startswith(f"{around[0]}.*."):
+        what, where = f"{around[0]} is a list of modules, which peft cannot save", "adapter.modules_to_save"
+        raise PlanError(what, where=where, remedy="name a module in it", code="config.bad_target_modules")
 
 
 def _contains(tensor: Tensor, name: str) -> bool:
@@ -269,9 +287,5 @@ def _check_type(facts: ModelFacts, adapter: PeftAdapter, kinds: list[str]) -> No
     elif kind == "oft" and "kv_b_proj" in kinds:  # of multi-head latent attention
         what = "kv_b_proj, whose inputs have four dimensions, which peft takes for images"
     if what:
-        raise PlanError(
-            f"adapter: {kind} does not support {what}",
-            where="adapter",
-            remedy="use adapter: lora",
-            code="plan.adapter_unavailable",
-        )
+        what = f"adapter: {kind} does not support {what}"
+        raise PlanError(what, where="adapter", remedy="use adapter: lora", code="plan.adapter_unavailable")

@@ -11,7 +11,7 @@ from halftune.config.sections.model import NoAdapter
 from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
 from halftune.core.table import did_you_mean
-from halftune.plan.weights.targets import HEAD, is_hidden
+from halftune.plan.weights.targets import HEAD, is_hidden, is_table
 
 _LAYER = r"^(?:[^.]*[^.\d][^.]*\.)*(?:{})\."  # the first number in a parameter's name is its layer
 
@@ -75,7 +75,7 @@ def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
 def _names(facts: ModelFacts) -> Iterator[tuple[Tensor, tuple[str, ...]]]:
     """Every tensor of the model with its names; a tied head is another name of the embedding."""
     for tensor in facts.likely_tensors:
-        tied = facts.tie_word_embeddings and tensor.kind == "embedding" and tensor.shape[0] == facts.vocab_size
+        tied = facts.tie_word_embeddings and is_table(tensor, facts.vocab_size)
         for layer in tensor.layers or ("",):
             name = tensor.name.replace("*", str(layer), 1)
             yield tensor, (name, f"{HEAD}.weight") if tied else (name,)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from halftune.config.facts.architecture import Tensor
+from halftune.config.facts.architecture import Tensor, total_elements
 from halftune.config.facts.model import ModelFacts
 from halftune.config.optimizers import OPTIMIZERS, Optim, OptimizerSpec
 from halftune.config.run import RunConfig
@@ -14,7 +15,15 @@ from halftune.config.sections.model import AdapterSection, LoraAdapter, NoAdapte
 from halftune.core.choice import Choice
 from halftune.hardware import Kind
 from halftune.plan.weights.experts import Shapes, updates
-from halftune.plan.weights.targets import check_adapter, is_hidden, saved_around, spec_of, tied_head, touched_by
+from halftune.plan.weights.targets import (
+    check_adapter,
+    is_hidden,
+    is_table,
+    saved_around,
+    spec_of,
+    tied_head,
+    touched_by,
+)
 from halftune.plan.weights.train_only import count_trained
 
 
@@ -48,7 +57,7 @@ class Adapted:
             width: bytes per element where the optimizer does not fix them.
         """
         state = sum(optimizer.state(shape, hidden) * count for shape, hidden, count in self.tensors)
-        described = sum(math.prod(shape) * count for shape, _, count in self.tensors)
+        described = _weights(self.tensors)
         return state * (optimizer.state_width or width) * self.count.value // max(1, described)
 
 
@@ -78,9 +87,7 @@ def _updated(name: Optim, adapted: Adapted) -> str:
     spec, trained = OPTIMIZERS[name], adapted.count.value
     if not spec.rest:
         return f"updates all {trained:,} trained weights"
-    described = sum(math.prod(shape) * count for shape, _, count in adapted.tensors)
-    hidden = sum(math.prod(shape) * count for shape, inside, count in adapted.tensors if inside)
-    hidden = hidden * trained // max(1, described)
+    hidden = _weights(row for row in adapted.tensors if row[1]) * trained // max(1, _weights(adapted.tensors))
     rest = f"{spec.rest} updates the other {trained - hidden:,}: embeddings, output layer, vectors and stacked experts"
     return f"updates {hidden:,} weights in hidden matrices; {rest}"
 
@@ -97,22 +104,30 @@ def count_trainable(facts: ModelFacts, adapter: AdapterSection) -> Adapted:
     touched = touched_by(facts, adapter)
     if facts.tensors:
         check_adapter(facts, adapter, touched)
-    updates = [
-        (shape, is_hidden(tensor) and len(shape) == 2, count)
-        for tensor, names in touched.items()
-        for shapes, count in Counter(_update_shapes(tensor, adapter, name) for name in names).items()
-        for shape in shapes
-    ]
     on_experts, experts, described = _expert_updates(facts, adapter)
-    updates += on_experts
+    updates = [*_updates(touched, adapter), *on_experts]
     saved = _saved(facts, adapter)
-    low_rank, whole = (sum(math.prod(shape) * count for shape, _, count in some) for some in (updates, saved))
+    low_rank, whole = _weights(updates), _weights(saved)
     reason = _reason(adapter, touched, described, whole=whole > 0, estimated=not facts.tensors)
     reason += _shares(facts, touched, experts)
     inputs = tuple((tensor.shape[-1], len(names)) for tensor, names in touched.items())
     dora = isinstance(adapter, LoraAdapter) and adapter.use_dora
-    outputs = sum(tensor.shape[0] * len(names) for tensor, names in touched.items() if dora)
+    outputs = sum(tensor.shape[0] * len(names) for tensor, names in touched.items()) if dora else 0
     return Adapted(Choice(low_rank + whole, reason), (*updates, *saved), low_rank, whole, inputs, outputs, experts)
+
+
+def _updates(
+    touched: Mapping[Tensor, Sequence[str]], adapter: LoraAdapter | PeftAdapter
+) -> Iterator[tuple[tuple[int, ...], bool, int]]:
+    """The tensors of an adapter, as in ``Adapted.tensors``."""
+    for tensor, names in touched.items():
+        for shapes, count in Counter(_update_shapes(tensor, adapter, name) for name in names).items():
+            yield from ((shape, is_hidden(tensor) and len(shape) == 2, count) for shape in shapes)
+
+
+def _weights(rows: Iterable[tuple[tuple[int, ...], bool, int]]) -> int:
+    """Number of weights in rows of (shape, whether they are hidden matrices, how many)."""
+    return sum(math.prod(shape) * count for shape, _, count in rows)
 
 
 def _expert_updates(facts: ModelFacts, adapter: LoraAdapter | PeftAdapter) -> tuple[Shapes, int, str]:
@@ -134,12 +149,13 @@ def _saved(facts: ModelFacts, adapter: LoraAdapter | PeftAdapter) -> list[tuple[
     saved = adapter.modules_to_save
     if not saved:
         return []
-    counts = [(one, sum(bool(saved_around(name, saved)) for name in one.modules())) for one in facts.likely_tensors]
-    found = [(one.shape, is_hidden(one), count) for one, count in counts if count]
+    tensors = facts.likely_tensors
+    counts = {one: sum(bool(saved_around(name, saved)) for name in one.modules()) for one in tensors}
+    whole = [one for one in tensors if counts[one]]
     # a tied head and the embedding are trained as one weight
-    if not any(one.kind == "embedding" and one.shape[0] == facts.vocab_size for one, count in counts if count):
-        found += [(one.shape, False, 1) for one in tied_head(facts) if saved_around(one.module, saved)]
-    return found
+    if not any(is_table(one, facts.vocab_size) for one in whole):
+        whole += [one for one in tied_head(facts) if saved_around(one.module, saved)]
+    return [(one.shape, is_hidden(one), counts.get(one, 1)) for one in whole]
 
 
 def _reason(
@@ -172,7 +188,7 @@ def _shares(facts: ModelFacts, touched: dict[Tensor, list[str]], experts: int) -
 
     whole = max(facts.num_parameters, 1)
     adapted = sum(tensor.size * len(names) for tensor, names in touched.items()) + experts
-    left_out = sum(one.size * one.count for one in expert_tensors(facts)) - experts
+    left_out = total_elements(expert_tensors(facts)) - experts
     said = f"; the adapted modules hold {min(adapted / whole, 1):.0%} of the weights"
     if left_out > whole / 2:
         said += f"; fused experts hold {left_out / whole:.0%} and are not adapted (see adapter.target_parameters)"

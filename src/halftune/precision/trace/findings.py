@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -105,14 +106,13 @@ def _finding(
     training: str,
 ) -> Finding:
     arrival, operand, step = group[0]
-    sites: dict[str, set[str]] = {}
-    for each, _, _ in group:
-        sites.setdefault(each.phase, set()).add(each.site)
+    layers = Counter(phase for phase, _ in dict.fromkeys((each.phase, each.site) for each, _, _ in group))
     in_training = [(each, stray) for each, stray, _ in group if each.phase == training]
     trains = any(stray.grad for _, stray in in_training)
     to_loss = arrival.target == "loss"
     harmless = to_loss or bool(arrival.settled)
-    written = sum(_cast_bytes(each, stray) for each, stray in in_training)
+    casts = mode == "cast" and arrival.guarded and not to_loss
+    written = sum(_cast_bytes(each, stray) for each, stray in in_training) if casts else 0
     return Finding(
         target=arrival.target,
         operand=operand.name,
@@ -121,12 +121,12 @@ def _finding(
         computes="" if arrival.dtype is None else shown(arrival.dtype),
         cause=_cause(step, operand),
         **_origin(step, operand),
-        layers={phase: len(modules) for phase, modules in sites.items()},
+        layers=dict(layers),
         passes=("forward", "backward") if trains else ("forward",),
         breaks=not harmless,
         raw="" if harmless else objection(arrival),
         guard="nothing: the loss sums in fp32" if to_loss else _action(arrival, operand, mode),
-        bytes_per_step=0 if to_loss or mode != "cast" or not arrival.guarded else round(written * scale),
+        bytes_per_step=round(written * scale),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -134,8 +134,7 @@ def _handed_to_a_cache(file: str) -> tuple[frozenset[str], frozenset[str]]:
     except (OSError, SyntaxError, ValueError):
         return frozenset(), frozenset()
     nodes = list(ast.walk(tree))
-    asked = [node for node in nodes if isinstance(node, ast.Call) and _asks_a_cache(node.func)]
-    handed = {id(given) for call in asked for given in (*call.args, *(word.value for word in call.keywords))}
+    handed = set(map(id, _arguments_of_caches(nodes)))
     written: set[str] = set()
     otherwise = {word for node in nodes for word in _looked_up(node)}
     for node in nodes:
@@ -151,6 +150,14 @@ def _looked_up(node: ast.AST) -> Iterator[str]:
     for word in given:
         if isinstance(word, ast.Constant) and isinstance(word.value, str):
             yield word.value
+
+
+def _arguments_of_caches(nodes: Iterable[ast.AST]) -> Iterator[ast.expr]:
+    """The arguments of calls of a cache's methods."""
+    for node in nodes:
+        if isinstance(node, ast.Call) and _asks_a_cache(node.func):
+            yield from node.args
+            yield from (word.value for word in node.keywords)
 
 
 def _asks_a_cache(function: ast.expr) -> bool:

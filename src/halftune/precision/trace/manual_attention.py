@@ -43,15 +43,20 @@ def find_manual_attention(step: Step) -> ManualAttention | None:
     if len(factors) < 2:
         return None
     for probabilities in factors:
-        softmax = _before(probabilities, lambda before: before.op in _SOFTMAX)
-        scores = _before(softmax.sources[0], _is_product) if softmax is not None and softmax.sources else None
-        data = [each for each in _factors(scores) if not _is_weight(each)] if scores is not None else []
+        scores = _scores_of(probabilities)
+        data = [each for each in _factors(scores) if not _is_weight(each)]
         if scores is not None and len(data) >= 2:
             values = [each for each in factors if each is not probabilities]
             value = next((each for each in reversed(values) if not _is_weight(each)), values[-1])
             by_elements = "sum" in (step.op, scores.op)
             return ManualAttention({"query": data[0], "key": data[1], "value": value}, probabilities, by_elements)
     return None
+
+
+def _scores_of(probabilities: Source) -> Step | None:
+    """The product whose softmax an operand comes from, or None."""
+    softmax = _before(probabilities, lambda step: step.op in _SOFTMAX)
+    return _before(softmax.sources[0], _is_product) if softmax is not None and softmax.sources else None
 
 
 def _factors(step: Step | None) -> tuple[Source, ...]:
@@ -69,7 +74,7 @@ def _is_product(step: Step) -> bool:
 
 
 def _before(source: Source, sought: Callable[[Step], bool]) -> Step | None:
-    """The nearest call in ``wanted`` before ``source``, with no product or layer in between."""
+    """The nearest call before ``source`` that is ``sought``, with no product or layer in between."""
     waiting, seen = [source.step], set[int]()
     while waiting and len(seen) < _FAR:
         step = waiting.pop(0)

@@ -160,12 +160,7 @@ class Tracer:
         plain = target == "linear attention" and not any(tensor.dtype in HALF for tensor in tensors)
         if plain and not torch.is_autocast_enabled("cpu"):
             planned = torch.float32  # these may be all fp32
-        dtype = computing_dtype(tensors, planned)
-        if target == "rotary":
-            # The function requires that x and the tables share one dtype. The guard casts the tables to that of x; the
-            # cause of a difference is the promotion of the wider operand.
-            alike = len({tensor.dtype for tensor in tensors}) == 1
-            dtype = tensors[0].dtype if alike else next((t.dtype for t in tensors if t.dtype in HALF), tensors[0].dtype)
+        dtype = _rotary_dtype(tensors) if target == "rotary" else computing_dtype(tensors, planned)
         self._note(Arrival(target, self._recorder.module, function, self._phase, tuple(named), dtype))
         return dtype or tensors[0].dtype
 
@@ -264,12 +259,23 @@ class _Operator:
     operands: tuple[str, ...]
 
 
+def _rotary_dtype(operands: Sequence[torch.Tensor]) -> torch.dtype:
+    """The dtype of x and the tables, or the half dtype among them.
+
+    The function requires that they share one. The guard casts the tables to that of x; the cause of a difference is the
+    promotion of the wider operand.
+    """
+    x = operands[0].dtype
+    alike = len({operand.dtype for operand in operands}) == 1
+    return x if alike else next((operand.dtype for operand in operands if operand.dtype in HALF), x)
+
+
 def _everywhere(entries: Iterable[EntryPoint]) -> Iterator[tuple[Callable[..., Any], EntryPoint]]:
     """Yield each distinct function of an entry's name in loaded modeling modules."""
     by_name = {entry.name: entry for entry in entries}
     seen: set[int] = set()
-    for module in [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]:
-        if not any(part in module.__name__ for part in _WITH_LAYERS):
+    for module in list(sys.modules.values()):
+        if not isinstance(module, ModuleType) or not any(part in module.__name__ for part in _WITH_LAYERS):
             continue
         for name in by_name.keys() & vars(module).keys():
             function = vars(module)[name]

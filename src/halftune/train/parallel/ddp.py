@@ -36,11 +36,9 @@ class Ddp(Strategy):
         barrier(self.accelerator.num_processes)  # one may have read its weights from a slower disk
         wrapped: nn.Module = self.accelerator.prepare_model(model)
         if not isinstance(wrapped, DistributedDataParallel):
-            raise PlanError(
-                f"expected DistributedDataParallel, got {type(wrapped).__name__}: gradients would not be averaged",
-                remedy="start it with `halftune train` or torchrun",
-                code="launch.process_count_differs",
-            )
+            what = f"expected DistributedDataParallel, got {type(wrapped).__name__}: gradients would not be averaged"
+            remedy = "start it with `halftune train` or torchrun"
+            raise PlanError(what, remedy=remedy, code="launch.process_count_differs")
         wrapped.broadcast_buffers = False  # said as an option, torch warns of its new name, which accelerate knows not
         return wrapped
 

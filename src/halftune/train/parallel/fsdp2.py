@@ -199,14 +199,19 @@ def modules_to_wrap(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     Raises:
         PlanError: there is no such module.
     """
+    if not names:
+        return _decoder_layers(model)
     every = [(type(module).__name__, module) for module in model.modules()]
     for name in names:
         if name not in (classes := dict(every)):
             what, remedy = f"this model has no module of the class {name}", did_you_mean(name, classes)
             raise PlanError(what, where="distributed.fsdp.wrap", remedy=remedy, code="plan.bad_wrap")
-    if names:
-        return [module for name, module in every if name in names]
-    listed = [module for _, module in every if isinstance(module, nn.ModuleList) and len(module)]
+    return [module for name, module in every if name in names]
+
+
+def _decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The modules of the list that holds the most weights."""
+    listed = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not listed:
         what = "the model has no list of layers"
         raise PlanError(what, remedy="name their class in distributed.fsdp.wrap", code="plan.bad_wrap")

@@ -85,36 +85,27 @@ def make_accelerator(plan: Plan) -> Accelerator:
     """
     _forget_defaults()
     if (started := this_process().world_size) != plan.batch.world_size:
-        raise PlanError(
-            f"the run was planned for {plan.batch.world_size} processes, but a launcher has started {started}",
-            remedy="start it with `halftune train` or torchrun",
-            code="launch.process_count_differs",
-        )
+        what = f"the run was planned for {plan.batch.world_size} processes, but a launcher has started {started}"
+        raise PlanError(what, remedy="start it with `halftune train` or torchrun", code="launch.process_count_differs")
     if plan.parallel is not None:
         _gather(plan, plan.parallel.timeout)
     with hidden():
         accelerator = Accelerator(mixed_precision="no", cpu=plan.device.value == "cpu")
     expected = TORCH_TYPES[plan.device.value]
     if accelerator.device.type != expected:
-        raise PlanError(
-            f"the run was planned for {plan.device.value}, but torch offers {accelerator.device.type}",
-            remedy="`halftune plan` shows what was found; check CUDA_VISIBLE_DEVICES and the torch build",
-            code="hardware.device_unavailable",
-        )
+        what = f"the run was planned for {plan.device.value}, but torch offers {accelerator.device.type}"
+        remedy = "`halftune plan` shows what was found; check CUDA_VISIBLE_DEVICES and the torch build"
+        raise PlanError(what, remedy=remedy, code="hardware.device_unavailable")
     if accelerator.num_processes != plan.batch.world_size:
-        raise PlanError(
-            f"the run was planned for {plan.batch.world_size} processes, but {accelerator.num_processes} came up",
-            remedy="start it with torchrun, which sets WORLD_SIZE",
-            code="launch.process_count_differs",
-        )
+        what = f"the run was planned for {plan.batch.world_size} processes, but {accelerator.num_processes} came up"
+        remedy = "start it with torchrun, which sets WORLD_SIZE"
+        raise PlanError(what, remedy=remedy, code="launch.process_count_differs")
     dynamo = accelerator.state.dynamo_plugin
     compiled = dynamo is not None and dynamo.backend != DynamoBackend.NO
     if accelerator.distributed_type not in _REPLICATED or compiled:
-        raise PlanError(
-            f"the environment enables {accelerator.distributed_type.value} or torch dynamo, the plan does not",
-            remedy="unset the ACCELERATE_* variables; training.torch_compile compiles",
-            code="launch.bad_environment",
-        )
+        what = f"the environment enables {accelerator.distributed_type.value} or torch dynamo, the plan does not"
+        remedy = "unset the ACCELERATE_* variables; training.torch_compile compiles"
+        raise PlanError(what, remedy=remedy, code="launch.bad_environment")
     answered = round(sum_over_processes(accelerator, [1.0])[0])
     if answered != accelerator.num_processes:
         what = f"{answered} of {accelerator.num_processes} processes answered the first sum"

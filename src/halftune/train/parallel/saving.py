@@ -78,12 +78,9 @@ def check_shared(strategy: Strategy, folder: Path) -> None:
         time.sleep(0.2)
     missing = [rank for rank, sees in enumerate(gather_object([seen])) if not sees]
     if missing:
-        raise TrainingError(
-            f"rank {missing[0]} does not see the main process's run folder, and each process writes its shards there",
-            where=str(folder),
-            remedy="put training.output_dir on a disk that all machines share, or distributed.strategy: ddp",
-            code="train.folder_not_shared",
-        )
+        what = f"rank {missing[0]} does not see the main process's run folder, and each process writes its shards there"
+        remedy = "put training.output_dir on a disk that all machines share, or distributed.strategy: ddp"
+        raise TrainingError(what, where=str(folder), remedy=remedy, code="train.folder_not_shared")
 
 
 def _signature(folder: Path) -> str:

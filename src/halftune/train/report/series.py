@@ -7,8 +7,9 @@ import json
 import math
 from array import array
 from base64 import b64encode
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
@@ -69,23 +70,21 @@ class Record:
         return self.setting("logging", "run_name") or self.folder.resolve().name
 
 
+def _values(folder: Path, name: str, *, unreadable: list[str]) -> dict[str, Any]:
+    """The values of a JSON file, if it exists; its name is added to ``unreadable`` if it does not have an object."""
+    if not (folder / name).exists():
+        return {}
+    with suppress(OSError, ValueError):
+        if isinstance(values := read_json(folder / name, MOST_JSON), dict):
+            return values
+    unreadable.append(name)
+    return {}
+
+
 def read(folder: Path) -> Record:
     """Reads a run folder, of a run in any state."""
     unreadable: list[str] = []
-
-    def values(name: str) -> dict[str, Any]:
-        path = folder / name
-        if not path.exists():
-            return {}
-        try:
-            found = read_json(path, MOST_JSON)
-        except (OSError, ValueError):
-            found = None
-        if isinstance(found, dict):
-            return found
-        unreadable.append(name)
-        return {}
-
+    values = partial(_values, folder, unreadable=unreadable)
     path = folder / "resolved.yaml"
     text, config = "", {}
     try:
