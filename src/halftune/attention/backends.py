@@ -13,6 +13,10 @@ HALF = ("bf16", "fp16")
 ALL = (*HALF, "fp32")
 ANY_CAPABILITY = (0, 0)
 EVERYWHERE = ("cuda", "rocm", "xpu", "mps", "cpu")
+_FLASH_MASK = "transformers.masking_utils:flash_attention_mask"
+# Largest head size that FlashAttention-4 trains on data-centre Blackwell, apart from exactly 256.
+FA4_BLACKWELL_HEAD_DIM = 128
+LINEAR_PACKAGES = ("flash-linear-attention", "fla-core")
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,6 @@ class Backend:
     kernel: str = ""
 
 
-_FLASH_MASK = "transformers.masking_utils:flash_attention_mask"
 # In order of preference for `auto`.
 BACKENDS: tuple[Backend, ...] = (
     Backend(
@@ -163,10 +166,6 @@ def backend_of(name: str, provider: str) -> Backend:
     return next((row for row in rows if row.provider == provider), rows[0])
 
 
-# Largest head size that FlashAttention-4 trains on data-centre Blackwell, apart from exactly 256.
-FA4_BLACKWELL_HEAD_DIM = 128
-
-
 @dataclass(frozen=True)
 class Miscompile:
     """A range of Triton versions with wrong results on some devices: low ≤ version < high."""
@@ -179,4 +178,3 @@ class Miscompile:
 
 # flash-linear-attention's kernels on Hopper: correct forward pass, wrong gradients.
 LINEAR_MISCOMPILES = (Miscompile(9, "3.4", "3.7.1", "the delta rule's backward pass computes wrong gradients"),)
-LINEAR_PACKAGES = ("flash-linear-attention", "fla-core")

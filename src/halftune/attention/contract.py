@@ -16,6 +16,20 @@ from typing import Any, Literal, NamedTuple
 
 from halftune.core.choice import Choice
 
+Pass = Literal["forward", "varlen", "backward"]
+EVERY: tuple[Pass, ...] = ("forward", "varlen", "backward")
+FORWARDS: tuple[Pass, ...] = ("forward", "varlen")
+DTYPES = ("float16", "bfloat16")
+LOWEST_CAPABILITY = (8, 0)
+MAX_HEAD_DIM = 256
+HEAD_DIM_MULTIPLE = 8
+PAGE_MULTIPLE = 256
+# (capability, largest head size with dropout): no backward kernel exists, and no error is raised. flash-attn's README:
+# "Head dim 256 backward now works on consumer GPUs (if there's no dropout) as of flash-attn 2.5.5".
+NO_DROPOUT_BACKWARD: dict[tuple[int, int], int] = {(8, 6): 192, (8, 9): 192, (12, 0): 192}
+_K_SHAPE = "k must have shape (batch_size, seqlen_k, num_heads_k, head_size)"
+_V_SHAPE = "v must have shape (batch_size, seqlen_k, num_heads_k, head_size)"
+
 
 class LinearRoute(NamedTuple):
     """The backend of the linear-attention layers.
@@ -52,20 +66,6 @@ class AttentionPlan:
     rejected: tuple[tuple[str, str], ...]
     guard: str
     rejected_linear: tuple[tuple[str, str], ...] = ()
-
-
-Pass = Literal["forward", "varlen", "backward"]
-EVERY: tuple[Pass, ...] = ("forward", "varlen", "backward")
-FORWARDS: tuple[Pass, ...] = ("forward", "varlen")
-
-DTYPES = ("float16", "bfloat16")
-LOWEST_CAPABILITY = (8, 0)
-MAX_HEAD_DIM = 256
-HEAD_DIM_MULTIPLE = 8
-PAGE_MULTIPLE = 256
-
-# (capability, largest head size with dropout): no backward kernel exists, and no error is raised.
-NO_DROPOUT_BACKWARD: dict[tuple[int, int], int] = {(8, 6): 192, (8, 9): 192, (12, 0): 192}
 
 
 @dataclass(frozen=True)
@@ -163,9 +163,6 @@ def _keys_fit(call: Call) -> bool:
     rows = call.kind == "varlen" or call.k.shape[0] == call.q.shape[0]
     return rows and call.k.shape[-1] == call.head_dim
 
-
-_K_SHAPE = "k must have shape (batch_size, seqlen_k, num_heads_k, head_size)"
-_V_SHAPE = "v must have shape (batch_size, seqlen_k, num_heads_k, head_size)"
 
 # In flash-attn's order.
 CHECKS: tuple[Check, ...] = (

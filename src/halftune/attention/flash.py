@@ -272,6 +272,7 @@ def _options(module: nn.Module, dropout: float, scaling: float | None, queries: 
     asked = kwargs.get("is_causal")
     causal = (getattr(module, "is_causal", True) if asked is None else asked) and queries > 1
     window = kwargs.get("sliding_window")
+    # transformers' window counts the query itself, the kernel's does not; a single query is at the last key
     span = (-1, -1) if window is None else (window - 1, 0 if causal or queries == 1 else window - 1)
     softcap = kwargs.get("softcap") or 0.0
     return {"dropout": dropout, "scale": scaling, "causal": causal, "window": span, "softcap": softcap}

@@ -59,6 +59,7 @@ def flash_varlen_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from that of the output ``[N, H, D]``."""
     options = {"scale": scale, "window_size_left": left, "window_size_right": right}
+    # rng_state and unused of the operator's schema
     no_dropout = (torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device))
     rest = (cu_q, cu_k, max_q, max_k, 0.0, (left, right) == (-1, 0), *no_dropout)
     return torch.ops.aten._flash_attention_backward(grad.contiguous(), q, k, v, out, log_sums, *rest, **options)

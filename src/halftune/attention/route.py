@@ -13,6 +13,23 @@ from halftune.core.choice import Choice, Format
 from halftune.core.errors import PlanError
 from halftune.hardware import Device, Hardware, version_numbers
 
+_PROVIDERS = {
+    "flash_attn": "the flash-attn package is installed",
+    "flash_attn_3": "the flash-attn-3 package is installed",
+    "flash_attn_4": "the flash-attn-4 package is installed",
+    "torch": "torch includes the kernels",
+    "transformers": "transformers' own integration",
+    "model": "the model's own code, outside the dtype guard",
+}
+_ONE_CALL = "one call per row with sample boundaries"
+_VARLEN = {
+    "none": "rows are not packed",
+    "": "packed rows are masked",
+    "segments": "one call per sample: no computation across samples",
+    **dict.fromkeys(("torch_varlen", "flash_attn_varlen", "flash_attn_3_varlen", "flash_attn_4_varlen"), _ONE_CALL),
+}
+_CLASS_FLAG = {"sdpa": "sdpa", "flex": "flex", "eager": ""}  # flash for all others
+
 
 def route_attention(
     section: AttentionSection, hardware: Hardware, facts: ModelFacts, compute: Format, packing: bool
@@ -102,23 +119,6 @@ def _without_attention(section: AttentionSection, hardware: Hardware, facts: Mod
     )
 
 
-_PROVIDERS = {
-    "flash_attn": "the flash-attn package is installed",
-    "flash_attn_3": "the flash-attn-3 package is installed",
-    "flash_attn_4": "the flash-attn-4 package is installed",
-    "torch": "torch includes the kernels",
-    "transformers": "transformers' own integration",
-    "model": "the model's own code, outside the dtype guard",
-}
-_ONE_CALL = "one call per row with sample boundaries"
-_VARLEN = {
-    "none": "rows are not packed",
-    "": "packed rows are masked",
-    "segments": "one call per sample: no computation across samples",
-    **dict.fromkeys(("torch_varlen", "flash_attn_varlen", "flash_attn_3_varlen", "flash_attn_4_varlen"), _ONE_CALL),
-}
-
-
 class Objection(NamedTuple):
     """A reason against a backend; ``kind`` decides the remedy."""
 
@@ -169,9 +169,6 @@ def _head_objections(backend: Backend, device: str, capability: tuple[int, int],
     blackwell = backend.name == "fa4" and capability[0] in (10, 11)
     if blackwell and facts.head_dim > FA4_BLACKWELL_HEAD_DIM and facts.head_dim != backend.max_head_dim:
         yield f"supports head sizes ≤ {FA4_BLACKWELL_HEAD_DIM} and 256 on {device} (model: {facts.head_dim})"
-
-
-_CLASS_FLAG = {"sdpa": "sdpa", "flex": "flex", "eager": ""}  # flash for all others
 
 
 def _model_objections(backend: Backend, facts: ModelFacts) -> Iterator[str]:

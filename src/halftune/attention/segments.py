@@ -23,6 +23,8 @@ from halftune_kernels.constants import constant
 _MEAN_IN_BLOCKS, _LONGEST_IN_BLOCKS = 256, 1024
 # Queries per call with a sliding window; for smaller blocks the calls dominate.
 _SMALLEST_BLOCK = 128
+Sample = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""``(q[1, H, L, D], k[1, G, L, D], v[1, G, L, D]) -> [1, L, H, D]``"""
 
 
 @torch.compiler.disable()  # reads tensor values
@@ -75,10 +77,6 @@ def segment_attention(
     # split instead of slices: backward is one concatenation instead of a row-sized zero tensor per sample
     parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
     return torch.cat([one(*part) for part in parts], dim=1)
-
-
-Sample = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""``(q[1, H, L, D], k[1, G, L, D], v[1, G, L, D]) -> [1, L, H, D]``"""
 
 
 def _eager_sample(module: nn.Module, mask: torch.Tensor | None, settings: dict[str, Any]) -> Sample:
@@ -182,6 +180,7 @@ def band_mask(length: int, window: int | None, dtype: torch.dtype, device: torch
     Causal, limited to the last ``window`` tokens unless None. Any top-left square is the mask of a shorter sample, so
     one mask serves all samples of a row.
     """
+    # rounded up, so that rows of similar lengths share a cached mask
     return _band_mask(-(-length // 256) * 256, window, dtype, device)
 
 

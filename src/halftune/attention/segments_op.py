@@ -46,10 +46,10 @@ def segments_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from that of the output ``[1, T, H, E]``."""
     with _differentiating():
-        given = tuple(one.detach().requires_grad_() for one in (q, k, v))
-        out = _segments(given, cu_seq_lens, scale, causal, window)
-        found = torch.autograd.grad(out, given, grad)
-    return tuple(one.contiguous() for one in found)  # type: ignore[return-value]
+        leaves = tuple(operand.detach().requires_grad_() for operand in (q, k, v))
+        out = _segments(leaves, cu_seq_lens, scale, causal, window)
+        gradients = torch.autograd.grad(out, leaves, grad)
+    return tuple(gradient.contiguous() for gradient in gradients)  # type: ignore[return-value]
 
 
 def _segments(

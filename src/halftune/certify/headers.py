@@ -25,9 +25,9 @@ def parts_of(message: Mapping[str, Any]) -> list[str]:
 def header_faults(template: ChatTemplate, row: dict[str, Any]) -> Iterator[str]:
     """Name what is wrong with the headers of a conversation that ends with an answer."""
     messages, tools = row["messages"], row.get("tools")
-    made = Conversation(messages=messages, train=(None,) * len(messages), tools=tools)
+    conversation = Conversation(messages=messages, train=(None,) * len(messages), tools=tools)
     try:
-        messages = template.features.of_conversation(fit_system(made, template.features, merge=False)).messages
+        messages = template.features.of_conversation(fit_system(conversation, template.features, merge=False)).messages
         read = template.control.readable
         whole = read(template.render(messages, tools))
         asked, before = (read(template.render(messages[:-1], tools, prompt=prompt)) for prompt in (True, False))

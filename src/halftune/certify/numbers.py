@@ -136,18 +136,19 @@ def _packing(bench: Workbench, own: Gradients, samples: list[torch.Tensor]) -> L
     return _compared("packing", *_gradients(packed, _packed(samples)), own, "packed into one row")
 
 
-def _compared(check: str, loss: float, found: dict[str, torch.Tensor], own: Gradients, how: str) -> Line:
+def _compared(check: str, loss: float, gradients: dict[str, torch.Tensor], reference: Gradients, how: str) -> Line:
     """Compare a loss and gradients with those of the samples alone."""
-    right, expected = own
-    apart = abs(loss - right) / max(abs(right), 1e-9)
-    floor = _SMALL * max((float(one.norm()) for one in expected.values()), default=0.0)
+    expected_loss, expected = reference
+    apart = abs(loss - expected_loss) / max(abs(expected_loss), 1e-9)
+    norms = {name: float(gradient.norm()) for name, gradient in expected.items()}
+    floor = _SMALL * max(norms.values(), default=0.0)
     errors = {
-        name: float((found[name] - one).norm()) / max(float(one.norm()), floor, 1e-30)
-        for name, one in expected.items()
-        if name in found
+        name: float((gradients[name] - gradient).norm()) / max(norms[name], floor, 1e-30)
+        for name, gradient in expected.items()
+        if name in gradients
     }
     worst = max(errors, key=lambda name: errors[name], default="")
-    missing = sorted({name for name, one in expected.items() if name not in found and float(one.norm()) > floor})
+    missing = sorted(name for name in norms if name not in gradients and norms[name] > floor)
     if missing:
         return Line(check, "no", f"no gradient reaches {listed(missing)}, which has one in transformers' eager code")
     error = errors.get(worst, 0.0)

@@ -22,6 +22,20 @@ _WIDE, _NARROW = ("intermediate_size", "ffn_dim", "vocab_size"), 128
 _DEPTHS = ("num_hidden_layers", "depth", "num_layers", "encoder_layers", "n_layers", "layers")
 _WIDTH_OF_TEXT = ("out_hidden_size", "text_hidden_size")
 _SEEN = ("image", "video", "audio", "vision")
+# What published checkpoints say, where the code contradicts the default values or these are no whole model.
+_HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+_SAID: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("glm46v", "glm4v", "glmga"), _HALF),
+    "glm4v_moe": {"head_dim": 128},
+    "glm5_next": {"linear_num_heads": 2},
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "granitemoehybrid": {"layer_types": ["linear_attention" if n % 8 else "full_attention" for n in range(32)]},
+    **{key: {"head_dim": 128} for key in ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl", "ministral", "nemotron")},
+    "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2, "first_k_dense_replace": 1},
+    "deepseek_v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
+    "lfm2_moe": {"layer_types": ["full_attention" if n % 4 == 2 else "conv" for n in range(32)]},
+}
+_SAID_OF_WHOLE = {"qwen2_5_omni_thinker": {"vision_start_token_id": 151652}}
 
 
 def write_small_checkpoint(
@@ -59,22 +73,6 @@ def write_small_checkpoint(
     for code in source.glob("*.py") if source is not None else ():
         shutil.copy(code, folder)
     return model
-
-
-# What published checkpoints say, where the code contradicts the default values or these are no whole model.
-_HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
-_SAID: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("glm46v", "glm4v", "glmga"), _HALF),
-    "glm4v_moe": {"head_dim": 128},
-    "glm5_next": {"linear_num_heads": 2},
-    "bamba": {"attn_layer_indices": [9, 18, 27]},
-    "granitemoehybrid": {"layer_types": ["linear_attention" if n % 8 else "full_attention" for n in range(32)]},
-    **{key: {"head_dim": 128} for key in ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl", "ministral", "nemotron")},
-    "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2, "first_k_dense_replace": 1},
-    "deepseek_v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
-    "lfm2_moe": {"layer_types": ["full_attention" if n % 4 == 2 else "conv" for n in range(32)]},
-}
-_SAID_OF_WHOLE = {"qwen2_5_omni_thinker": {"vision_start_token_id": 151652}}
 
 
 def default_config(kind: str) -> Any:

@@ -36,12 +36,13 @@ def whole_file(path: Path) -> Iterator[Path]:
         beside.unlink(missing_ok=True)  # a leftover may be a link
         yield beside
         sync(beside)
+        # after the sync: a new name may reach the disk before the data does
         os.replace(beside, path)
     except BaseException:
         with suppress(OSError):  # keep the first error if the disk is gone
             beside.unlink(missing_ok=True)
         raise
-    sync(path.parent)
+    sync(path.parent)  # the name: a sync of the file does not include it (fsync(2))
 
 
 @contextmanager

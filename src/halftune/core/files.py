@@ -72,6 +72,7 @@ def open_file(path: Path, mode: str = "rb", *, root: Path | None = None, bufferi
             inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=directory)
             os.close(directory)
             directory = inner
+        # non-blocking: opening a pipe would wait for its other end, before it is refused below
         flags = _FLAGS[mode] | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         file = os.fdopen(os.open(name, flags, 0o666, dir_fd=directory), mode, buffering)
     except OSError as error:

@@ -9,6 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 ROWS, TOKENS = 2, 32
+_QWEN_VL = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm46v")
 
 
 def inputs_for(config: PretrainedConfig, *, images: bool = True) -> dict[str, Any]:
@@ -44,7 +45,7 @@ def _qwen_omni(config: PretrainedConfig) -> dict[str, Any]:
     vision, audio = config.vision_config, config.audio_config
     merged = 16 // vision.spatial_merge_size**2
     frames = 200
-    heard = ((frames - 1) // 2 + 1 - 2) // 2 + 1
+    heard = _heard(frames)
     patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     named, text = config.to_dict(), _plain_ids(config)
     edges = [named.get(f"{kind}_{end}_token_id") or 5 for kind in ("vision", "audio") for end in ("start", "end")]
@@ -58,6 +59,11 @@ def _qwen_omni(config: PretrainedConfig) -> dict[str, Any]:
         "input_features": torch.randn(1, audio.num_mel_bins, frames),
         "feature_attention_mask": torch.ones(1, frames, dtype=torch.long),
     }
+
+
+def _heard(frames: int) -> int:
+    """Placeholders of a sound: a convolution and a pooling halve its frames (``_get_feat_extract_output_lengths``)."""
+    return ((frames - 1) // 2 + 1 - 2) // 2 + 1
 
 
 def _plain_ids(config: PretrainedConfig) -> list[int]:
@@ -88,7 +94,7 @@ def _qwen_audio(config: PretrainedConfig) -> dict[str, Any]:
     """One row with a sound of the extractor's full length."""
     audio = config.audio_config
     frames = 2 * audio.max_source_positions
-    heard = ((frames - 1) // 2 + 1 - 2) // 2 + 1
+    heard = _heard(frames)
     text = _plain_ids(config)
     ids = torch.tensor([[text[0], *[config.audio_token_id] * heard, *text[1:]]])
     return {
@@ -99,7 +105,6 @@ def _qwen_audio(config: PretrainedConfig) -> dict[str, Any]:
     }
 
 
-_QWEN_VL = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm46v")
 _MAKERS: dict[str, Callable[[PretrainedConfig], dict[str, Any]]] = {
     "qwen2_5_omni_thinker": _qwen_omni,
     "qwen2_audio": _qwen_audio,

@@ -24,6 +24,11 @@ if TYPE_CHECKING:  # they import torch, which a check of the environment does no
 WIDEST = 120
 _MARKS = {"ok": "ok", "note": "!", "fail": "FAIL"}
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+_GUARDED = {
+    "cast": " casts the operands, at {cost} written per step.",
+    "strict": " stops the run there; cast fixes it.",
+    "off": " changes nothing; cast fixes it.",
+}
 
 
 def render_environment(checks: Iterable[Check], width: int | None = None) -> str:
@@ -65,13 +70,6 @@ def _verdict(found: TraceReport) -> str:
     count, total = len(found.violations), sum(finding.bytes_per_step for finding in found.violations)
     what = f"Contract violated in {count} place{'s' * (count > 1)}; attention.guard: {found.guard}"
     return what + _GUARDED[found.guard].format(cost=_size(total))
-
-
-_GUARDED = {
-    "cast": " casts the operands, at {cost} written per step.",
-    "strict": " stops the run there; cast fixes it.",
-    "off": " changes nothing; cast fixes it.",
-}
 
 
 def _block(number: int, finding: Finding) -> Iterator[str]:

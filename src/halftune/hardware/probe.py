@@ -27,6 +27,32 @@ CGROUPS = Path("/sys/fs/cgroup")
 # instruction sets (x86 "flags", ARM "Features") and vendors that decide whether bf16 is used
 FEATURES = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
 VENDORS = {"AuthenticAMD": "amd"}
+SYS = Path("/sys")
+_INTEL = "0x8086"  # vendor number of PCI
+_DISPLAY_CLASSES = ("0x0300", "0x0380", "0x0302")  # of PCI: VGA, other display, 3D controller
+_DEVICE_MEMORY_HEAPS = (1, 2)  # public and private frame buffer
+DRIVER = Path("/proc/driver/nvidia/version")
+# Packages that attention, number formats or reports depend on. Versions come from the metadata, since an importable
+# folder `kernels` is not the distribution of that name.
+PACKAGES = (
+    "torch",
+    "transformers",
+    "peft",
+    "accelerate",
+    "triton",
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "flash-linear-attention",
+    "fla-core",
+    "causal-conv1d",
+    "mamba-ssm",
+    "kernels",
+    "bitsandbytes",
+    "liger-kernel",
+)
+# kind of device → library that a torch build for it contains
+_LIBRARIES = {"cuda": "torch_cuda", "rocm": "torch_hip", "xpu": "torch_xpu"}
 
 
 def cpu_device(memory_bytes: int) -> Device:
@@ -90,12 +116,6 @@ def read_text(file: Path) -> str:
         return ""
 
 
-SYS = Path("/sys")
-_INTEL = "0x8086"
-_DISPLAY_CLASSES = ("0x0300", "0x0380", "0x0302")
-_DEVICE_MEMORY_HEAPS = (1, 2)  # public and private frame buffer
-
-
 def amd_devices(root: Path = SYS) -> list[Device]:
     """Return the ROCm devices of the kernel's compute topology, in its order, filtered by ``*_VISIBLE_DEVICES``."""
     nodes = sorted((root / "class/kfd/kfd/topology/nodes").glob("*"), key=lambda node: int(node.name))
@@ -113,6 +133,7 @@ def _amd(node: Path) -> Device | None:
     target = facts.get("gfx_target_version", 0)
     if not target or not facts.get("simd_count", 0):
         return None  # a CPU node
+    # 90010 is gfx90a: two decimal digits each for minor version and stepping
     arch = f"gfx{target // 10000}{target // 100 % 100:x}{target % 100:x}"
     banks = [_properties(bank / "properties") for bank in (node / "mem_banks").glob("*")]
     memory = sum(bank.get("size_in_bytes", 0) for bank in banks if bank.get("heap_type") in _DEVICE_MEMORY_HEAPS)
@@ -138,9 +159,6 @@ def intel_devices(root: Path = SYS) -> list[Device]:
 def _properties(file: Path) -> dict[str, int]:
     pairs = (line.split() for line in read_text(file).splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
-
-
-DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def nvidia_devices() -> tuple[list[Device], list[str]]:
@@ -228,29 +246,6 @@ def _device(handle: Any) -> Device:
 
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
-
-
-# Packages that attention, number formats or reports depend on. Versions come from the metadata, since an importable
-# folder `kernels` is not the distribution of that name.
-PACKAGES = (
-    "torch",
-    "transformers",
-    "peft",
-    "accelerate",
-    "triton",
-    "flash-attn",
-    "flash-attn-3",
-    "flash-attn-4",
-    "flash-linear-attention",
-    "fla-core",
-    "causal-conv1d",
-    "mamba-ssm",
-    "kernels",
-    "bitsandbytes",
-    "liger-kernel",
-)
-# kind of device → library that a torch build for it contains
-_LIBRARIES = {"cuda": "torch_cuda", "rocm": "torch_hip", "xpu": "torch_xpu"}
 
 
 @dataclass(frozen=True)

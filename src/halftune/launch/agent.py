@@ -131,7 +131,7 @@ class Agent(LocalElasticAgent):
         def is_root_cause(one: Failure) -> bool:
             if one.record is not None:
                 return one.record.is_root_cause
-            return one.code < 0 and one.pid not in self.killed
+            return one.code < 0 and one.pid not in self.killed  # ended by a signal that is not the agent's
 
         found = self._found(worker_group)
         return found if any(map(is_root_cause, found.values())) else {}

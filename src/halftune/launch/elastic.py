@@ -159,7 +159,7 @@ def own_address(host: str) -> str | None:
         found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
         family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)  # IPv6 only without IPv4
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)
+            probe.connect(address)  # of a UDP socket: it only chooses the route
             return probe.getsockname()[0]
     except OSError:
         return None
@@ -180,6 +180,7 @@ def _taken(args: argparse.Namespace) -> int | None:
     if args.rdzv_backend != "static" or args.master_port is None:
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # a port in TIME_WAIT, as a run that just ended leaves it, is free (socket(7))
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", int(args.master_port)))

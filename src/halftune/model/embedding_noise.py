@@ -38,5 +38,6 @@ def _lengths(embedded: torch.Tensor, mask: torch.Tensor | None, bounds: torch.Te
         sizes = bounds.diff()
         return sizes.repeat_interleave(sizes, output_size=embedded.shape[1])[None].float()
     if mask is not None:
+        # at least 1, by which is divided: a row may be padding alone
         return mask.sum(1, keepdim=True).clamp(min=1).float()
     return torch.full((1, 1), float(embedded.shape[1]), device=embedded.device)

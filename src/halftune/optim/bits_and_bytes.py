@@ -38,6 +38,7 @@ class FlatState(Optimizer8bit):
         for weight, entry in self.state.items():
             for number, (name, code) in enumerate(_CODES.items(), start=1):
                 if f"absmax{number}" in entry:
+                    # as Optimizer2State.init_state: on the weight's device, one for all weights
                     entry[name] = self.name2qmap[code] = self.name2qmap[code].to(weight.device)
                 if self.is_paged and f"state{number}" in entry:
                     loaded = entry[f"state{number}"]

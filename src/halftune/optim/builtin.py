@@ -61,6 +61,7 @@ class AdamWWithStateDtype(Optimizer):
         _each("lerp_", first, gradients, 1 - beta1)
         _each("mul_", second, beta2)
         _each("addcmul_", second, gradients, gradients, 1 - beta2)
+        # now, as the denominator overwrites the second moment; the update uses what is not rounded
         for moments, new in zip(kept, (first, second), strict=True):
             _each("copy_", moments, new)
         denominator = second

@@ -40,7 +40,7 @@ class MuonWithAdamW(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the optimizer that its ``muon`` selects."""
         super().add_param_group(param_group)
-        if self.parts:
+        if self.parts:  # not while Optimizer.__init__ adds the first groups
             self._share()
 
     def load_state_dict(self, state_dict: dict) -> None:

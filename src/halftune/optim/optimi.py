@@ -47,6 +47,7 @@ class Stable(StableAdamW):
         """Shape of a tensor in the state of a weight."""
         if name == "eps_sq":
             return torch.Size()
+        # of its Triton kernels: one number each (StableAdamW._init_state)
         return torch.Size([1]) if name in ("mean_square", "kahan_comp") else weight.shape
 
 

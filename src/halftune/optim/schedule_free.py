@@ -40,7 +40,7 @@ class ScheduleFree(AdamWScheduleFree):
             for weight in () if group["train_mode"] else group["params"]:
                 if _POINT in self.state[weight]:
                     weight.copy_(self.state[weight].pop(_POINT))
-            group["train_mode"] = True
+            group["train_mode"] = True  # not by super().train(), which computes the point anew and rounds it
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of torch's format, with the counts of its group in the state of each weight."""

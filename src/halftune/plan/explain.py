@@ -18,6 +18,17 @@ _PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "overhea
 _BAR = 24
 
 Row = tuple[str, str, str]
+_GUARD = {
+    "cast": "an operand that left the planned dtype is cast and logged",
+    "strict": "an operand that left the planned dtype stops the run",
+    "off": "operands are not looked at",
+}
+# what per_device_train_batch_size counts, where it is not rows
+_COUNTED = {
+    **dict.fromkeys(("dpo", "simpo", "orpo", "cpo", "reward"), "pairs"),
+    "kto": "groups of answers",
+    "grpo": "prompts with all their answers",
+}
 
 
 def explain(plan: Plan, *, width: int | None = None, footer: Iterable[str] = ()) -> str:
@@ -117,21 +128,6 @@ def _attention(plan: Plan) -> list[Row]:
         rows += [(f"not {name}", "", reason) for name, reason in attention.rejected_linear]
     rows += [(f"not {name}", "", reason) for name, reason in attention.rejected]
     return [*rows, ("guard", attention.guard, _GUARD[attention.guard])]
-
-
-_GUARD = {
-    "cast": "an operand that left the planned dtype is cast and logged",
-    "strict": "an operand that left the planned dtype stops the run",
-    "off": "operands are not looked at",
-}
-
-
-# what per_device_train_batch_size counts, where it is not rows
-_COUNTED = {
-    **dict.fromkeys(("dpo", "simpo", "orpo", "cpo", "reward"), "pairs"),
-    "kto": "groups of answers",
-    "grpo": "prompts with all their answers",
-}
 
 
 def _batch(plan: Plan) -> list[Row]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from halftune.config.run import RunConfig
 
 _PAIRS = ("dpo", "kto", "simpo", "orpo", "cpo")
+# The starting values of docs/how-to/first-values.md.
 _OF_ADAPTERS = {**dict.fromkeys(_PAIRS, 5e-6), "grpo": 1e-5, "reward": 1e-4}
 _OF_ALL_WEIGHTS = {**dict.fromkeys(_PAIRS, 5e-7), "grpo": 1e-6}
 _FULL = 1e-5

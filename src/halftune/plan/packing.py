@@ -14,6 +14,8 @@ from halftune.core.errors import PlanError, ProblemCollector
 from halftune.hardware import Hardware
 
 Rows = tuple[Choice[bool], AttentionPlan]
+# Rotary frequencies that transformers chooses in each forward pass by its longest sample.
+_BY_LENGTH = {"longrope", "su", "dynamic"}
 
 
 def choose_rows(
@@ -56,10 +58,6 @@ def choose_rows(
         reason = f"attention: eager alone could pack this model's rows, and {padded.softmax.value} is faster padded"
         return Choice(False, reason), padded
     return packing, packed
-
-
-# Rotary frequencies that transformers chooses in each forward pass by its longest sample.
-_BY_LENGTH = {"longrope", "su", "dynamic"}
 
 
 def choose_packing(

@@ -21,6 +21,9 @@ OPERANDS = ("q", "k", "v", "rotary_cos", "rotary_sin")
 """Parameters of ``flash_attn_with_kvcache`` that must have the caches' dtype; all but q are optional."""
 _CACHES = ("k_cache", "v_cache")
 _SUPPORTED = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+Refusal = Callable[[torch.Tensor, float], None]  # (first operand, dropout); raises for unsupported calls
+# Packages whose modules do not import attention functions directly: their model's forward opens the scope.
+_NO_CODE_OF_ITS_OWN = ("torch", "transformers", "peft", "halftune")
 
 
 def guard_cached(guard: Guard, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,11 +54,6 @@ def guard_cached(guard: Guard, function: Callable[..., Any]) -> Callable[..., An
         return returned(function(*args_list, **kwargs), list(operands.values()), dtype)
 
     return guarded
-
-
-Refusal = Callable[[torch.Tensor, float], None]  # (first operand, dropout); raises for unsupported calls
-# Packages whose modules do not import attention functions directly: their model's forward opens the scope.
-_NO_CODE_OF_ITS_OWN = ("torch", "transformers", "peft", "halftune")
 
 
 def patched(

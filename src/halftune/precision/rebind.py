@@ -14,6 +14,12 @@ from types import FunctionType, ModuleType
 from typing import Any, Protocol
 
 Function = Callable[..., Any]
+_FLA, _FLA_OPERATORS = "fla", "fla.ops."
+# Parameters of flash-linear-attention's operators that its kernels multiply and that must share one dtype;
+# decays, gates and states keep theirs.
+_FLA_OPERANDS = ("q", "r", "k", "v", "kk", "a", "b")
+# Full passes over a row or single-token steps; elementwise functions accept mixed dtypes.
+_FLA_NAMES = re.compile(r"chunk|recurrent|parallel|attn|decod")
 
 
 class EntryPoint(Protocol):
@@ -39,14 +45,6 @@ def installed(entry: EntryPoint) -> Function | None:
 def unpatched(function: Function) -> Function:
     """Return the original of a patched function; any other function unchanged."""
     return next((original for original, patch in _patches.items() if patch.wrapper is function), function)
-
-
-_FLA, _FLA_OPERATORS = "fla", "fla.ops."
-# Parameters of flash-linear-attention's operators that its kernels multiply and that must share one dtype;
-# decays, gates and states keep theirs.
-_FLA_OPERANDS = ("q", "r", "k", "v", "kk", "a", "b")
-# Full passes over a row or single-token steps; elementwise functions accept mixed dtypes.
-_FLA_NAMES = re.compile(r"chunk|recurrent|parallel|attn|decod")
 
 
 def _fla_functions() -> dict[Function, None]:
@@ -157,16 +155,16 @@ class Scope:
             id(function): original for original, patch in patches.items() for function in (original, patch.wrapper)
         }
         self._modules = len(sys.modules)
-        found = {(id(module), name): (module, name, original) for module, name, original in self._names}
+        names = {(id(module), name): (module, name, original) for module, name, original in self._names}
         modules = list(sys.modules.values()) if self._within is None else self._within
         for module in [module for module in modules if isinstance(module, ModuleType)]:
             values = list(vars(module).items())
             if known.keys().isdisjoint([id(value) for _, value in values]):  # as in almost all modules
                 continue
-            found |= {
+            names |= {
                 (id(module), name): (module, name, known[id(value)]) for name, value in values if id(value) in known
             }
-        self._names = list(found.values())
+        self._names = list(names.values())
 
 
 @contextmanager

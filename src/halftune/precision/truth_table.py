@@ -16,6 +16,11 @@ from halftune.hardware import Device
 
 _WIDENED = {("bf16", "fp32"), ("fp16", "fp32")}  # conversions without loss
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
+Answer = Literal["yes", "warn", "no"]
+# Chips with double-rate fp16 and no tensor cores: GP100, Tegra X1 and X2, and TU116 and TU117,
+# which have the T4's compute capability and are recognised by name (GTX 16, MX450, T400 to T2000).
+_DOUBLE_FP16 = ((5, 3), (6, 0), (6, 2))
+_SMALL_TURING = re.compile(r"\bGTX 16\d\d|\bMX[45]50\b|\bT(400|500|550|600|1000|1200|2000)\b")
 
 
 @dataclass(frozen=True)
@@ -52,9 +57,6 @@ def roundings(stored: Mapping[str, str], target: str, keep_fp32: Iterable[str]) 
         if source != to and (source, to) not in _WIDENED:
             found.setdefault((source, to), []).append(name)
     return tuple(Rounding(source, to, tuple(names)) for (source, to), names in found.items())
-
-
-Answer = Literal["yes", "warn", "no"]
 
 
 @dataclass(frozen=True)
@@ -96,12 +98,6 @@ def _cuda(low: tuple[int, int], below: tuple[int, int]) -> Callable[[Device], bo
 
 def _rocm(*prefixes: str) -> Callable[[Device], bool]:
     return lambda device: device.kind == "rocm" and device.arch.startswith(prefixes)
-
-
-# Chips with double-rate fp16 and no tensor cores: GP100, Tegra X1 and X2, and TU116 and TU117,
-# which have the T4's compute capability and are recognised by name (GTX 16, MX450, T400 to T2000).
-_DOUBLE_FP16 = ((5, 3), (6, 0), (6, 2))
-_SMALL_TURING = re.compile(r"\bGTX 16\d\d|\bMX[45]50\b|\bT(400|500|550|600|1000|1200|2000)\b")
 
 
 def _no_tensor_cores(device: Device) -> bool:

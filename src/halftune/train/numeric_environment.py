@@ -19,7 +19,7 @@ from halftune.train.state import TrainState
 def seed_everything(seed: int) -> None:
     """Seeds Python, NumPy and torch (all devices)."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)  # NumPy takes 32 bits
     torch.manual_seed(seed)
 
 

@@ -65,6 +65,7 @@ def precompute(run: TrainState, feed: Feed) -> Precomputed:
     shape = (len(feed.split), run.config.method.segments)
     folder = disk_cache.entry("reference", _key(run, feed.split))
     known = disk_cache.read(folder, partial(_load, shape=shape), _WHAT) if run.config.data.cache else None
+    # all or none: those that compute wait for the others
     if sum_over_processes(run.accelerator, [float(known is not None)])[0] == run.processes:
         assert known is not None
         return Precomputed(torch.from_numpy(known))
@@ -96,6 +97,7 @@ def _computed(run: TrainState, feed: Feed, shape: tuple[int, int]) -> np.ndarray
     finally:
         run.model.train(training)
         run.strategy.after_evaluation(run.model)
+    # rows that another process has computed are zero here
     return np.array(sum_over_processes(run.accelerator, values.ravel().tolist())).reshape(shape)
 
 

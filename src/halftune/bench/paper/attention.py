@@ -39,7 +39,7 @@ def is_attention(name: str) -> bool:
     return bool(_NAMES.search(name))
 
 
-def attention_cost(name: str, given: Mapping[str, Any], lengths: Lengths) -> AttentionCost:
+def attention_cost(name: str, arguments: Mapping[str, Any], lengths: Lengths) -> AttentionCost:
     """The cost of a call.
 
     Scores and their product with values are 2 · (D + E) FLOPs for a pair of positions and a head; backward computes
@@ -48,17 +48,17 @@ def attention_cost(name: str, given: Mapping[str, Any], lengths: Lengths) -> Att
 
     Args:
         name: of the operator.
-        given: its arguments by their names in the schema. Packed operands are ``[N, H, D]``.
+        arguments: its operands by their names in the schema. Packed operands are ``[N, H, D]``.
         lengths: values of an integer vector, or None.
     """
-    query, key, value = (given[name if name in given else name[0]] for name in ("query", "key", "value"))
+    query, key, value = (arguments[name if name in arguments else name[0]] for name in ("query", "key", "value"))
     if query.ndim == 3:
         heads, whole = query.shape[1], [(query.shape[0], key.shape[0])]
-        samples = _samples(given, lengths) or whole
+        samples = _samples(arguments, lengths) or whole
     else:
         at, of_heads = (2, 1) if "scaled_dot_product" in name else (1, 2)  # [B, H, T, D], else [B, T, H, D]
         heads, samples = query.shape[of_heads], [(query.shape[at], key.shape[at])] * query.shape[0]
-    window, causal = _window(given)
+    window, causal = _window(arguments)
     pairs = sum(visible(q, k, causal=causal, window=window) for q, k in samples)
     flops = 2.0 * pairs * heads * (query.shape[-1] + value.shape[-1])
     kernel = next((kernel for pattern, kernel in _KERNELS if pattern.search(name)), "fa2")

@@ -19,22 +19,6 @@ from torch.utils.flop_counter import flop_registry
 
 from halftune.bench.paper.attention import Lengths, attention_cost, is_attention
 
-
-@dataclass(frozen=True)
-class Cost:
-    """A call's traffic in bytes, FLOPs, launches, and the dtype of its largest operand."""
-
-    read: int
-    written: int
-    flops: float = 0.0
-    launches: int = 1
-    dtype: torch.dtype = torch.float32
-    rate: str = ""
-    """Key of the roofline's attention rates, followed by ``/backward`` in the backward pass; empty for others."""
-    hopper: float = 0.0
-    """Seconds on Hopper of a kernel that neither traffic nor large products bound; 0 for others."""
-
-
 # Operators that return without launching a kernel, beside views.
 _FREE = re.compile(
     r"^(aten::(empty\w*|new_empty\w*|_unsafe_view|lift_fresh|lift|detach_?|alias|set_|resize_|record_stream|is_\w+|"
@@ -49,8 +33,32 @@ _GATHER = re.compile(r"^aten::(embedding|index|index_select|gather|take|take_alo
 _SCATTER = re.compile(r"^aten::_?(index_put|index_put_impl|index_add|index_copy|scatter|scatter_add|scatter_reduce)_?$")
 # A zeroed tensor of the input's size, then the gradient.
 _PADDED = re.compile(r"^aten::(slice|select|narrow|diagonal|as_strided)_(backward|scatter)$")
-_CHUNK, _BLOCKS = 65536, 320  # elements and blocks of torch's kernels over lists of tensors
+# torch's kernels over lists of tensors, before CUDA 13 (ATen/native/cuda/MultiTensorApply.cuh): kChunkSize,
+# depth_to_max_blocks and depth_to_max_tensors; a launch takes 4 KB of arguments there.
+_CHUNK, _BLOCKS = 65536, 320
 _PER_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}  # tensors of one such launch, by operands per tensor
+_SEVERAL = {
+    **dict.fromkeys(("aten::slice_backward", "aten::select_backward", "aten::embedding_dense_backward"), 2),
+    **dict.fromkeys(("aten::sort", "aten::topk", "aten::cumsum"), 2),
+    "aten::constant_pad_nd": 2,
+    "halftune::adapted_activation": 3,  # and the sum over parts, and its cast
+    "halftune::adapted_activation_backward_": 4,  # and a sum for each factor
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A call's traffic in bytes, FLOPs, launches, and the dtype of its largest operand."""
+
+    read: int
+    written: int
+    flops: float = 0.0
+    launches: int = 1
+    dtype: torch.dtype = torch.float32
+    rate: str = ""
+    """Key of the roofline's attention rates, followed by ``/backward`` in the backward pass; empty for others."""
+    hopper: float = 0.0
+    """Seconds on Hopper of a kernel that neither traffic nor large products bound; 0 for others."""
 
 
 def is_free(func: Any) -> bool:
@@ -157,21 +165,21 @@ def _product_dtype(args: Any) -> torch.dtype:
 def _traffic(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> tuple[int, int]:
     name = func._schema.name
     operands = tensors_in((args, kwargs))
-    given = {id(operand) for operand in operands}
-    made = sum(touched(tensor) for tensor in distinct(tensors_in(out)) if id(tensor) not in given)
+    operand_ids = {id(operand) for operand in operands}
+    created = sum(touched(tensor) for tensor in distinct(tensors_in(out)) if id(tensor) not in operand_ids)
     if _GATHER.match(name):
         indices = sum(map(touched, distinct(operands[1:])))
-        return made + indices, made
+        return created + indices, created
     if _SCATTER.match(name):
         return _scattered(name, operands)
     if _PADDED.match(name):
         gradient = touched(operands[0])
-        return gradient, made + gradient
+        return gradient, created + gradient
     written = {id(tensor) for tensor in _mutated(func, args, kwargs)}
     changed = [tensor for tensor in distinct(operands) if id(tensor) in written]
     inputs = [tensor for tensor in distinct(operands) if id(tensor) not in written]
     read = sum(map(touched, [*inputs, *_read_too(name, func, changed, kwargs)]))
-    return read, made + sum(map(touched, changed))
+    return read, created + sum(map(touched, changed))
 
 
 def _scattered(name: str, operands: list[torch.Tensor]) -> tuple[int, int]:
@@ -211,12 +219,3 @@ def _launches(name: str, args: Any) -> int:
             chunks = sum(-(-tensor.numel() // _CHUNK) for tensor in first)
             return max(-(-len(first) // _PER_LAUNCH[depth]), -(-chunks // _BLOCKS))
     return _SEVERAL.get(name, 1)
-
-
-_SEVERAL = {
-    **dict.fromkeys(("aten::slice_backward", "aten::select_backward", "aten::embedding_dense_backward"), 2),
-    **dict.fromkeys(("aten::sort", "aten::topk", "aten::cumsum"), 2),
-    "aten::constant_pad_nd": 2,
-    "halftune::adapted_activation": 3,  # and the sum over parts, and its cast
-    "halftune::adapted_activation_backward_": 4,  # and a sum for each factor
-}

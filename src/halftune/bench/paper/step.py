@@ -34,6 +34,7 @@ from halftune.train.schedule import make_schedule
 from halftune.train.state import TrainState
 
 _STEPS = 100  # of the schedule
+_METHODS = ("sft", "pretrain")
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,6 @@ def check_supported(config: RunConfig, plan: Plan, device: Device) -> None:
     for what, found in refused.items():
         if found:
             raise PlanError(f"bench --paper does not support {what}", code="bench.paper_unsupported")
-
-
-_METHODS = ("sft", "pretrain")
 
 
 def _to_gpu(batches: list[Batch]) -> list[Batch]:

@@ -38,8 +38,8 @@ def run(args: argparse.Namespace) -> int:
     """List or copy; returns 2 for what does not exist, or exists already."""
     if args.action:
         return _copy(*args.action)
-    found = [recipe for recipe in starmap(described, recipes().items()) if _is_wanted(recipe, args)]
-    print(json.dumps([recipe.to_dict() for recipe in found], indent=2) if args.json else _table(found))
+    listed = [recipe for recipe in starmap(described, recipes().items()) if _is_wanted(recipe, args)]
+    print(json.dumps([recipe.to_dict() for recipe in listed], indent=2) if args.json else _table(listed))
     return 0
 
 

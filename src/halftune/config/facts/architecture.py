@@ -25,6 +25,16 @@ from halftune.core.errors import ConfigError, ModelError
 from halftune.core.files import MOST_JSON, cache_dir, read_json
 from halftune.core.log import get_logger
 
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_MTP = re.compile(r"(?:^|\.)mtp(?:\.|_)")
+log = get_logger(__name__)
+TensorKind = Literal["linear", "conv1d", "router", "head", "embedding", "parameter"]
+BUILDER = "halftune.model.meta.shapes"
+TIME_LIMIT = 300.0  # seconds; importing torch the first time takes a minute on a slow disk
+FORMAT = 4  # version of cached answers
+# More than any model has; building layers takes time even on the meta device.
+MOST_LAYERS = 2000
+
 
 def check_complete(
     headers: Mapping[str, tuple[str, tuple[int, ...]]], tensors: Sequence[Tensor], *, where: str
@@ -56,10 +66,6 @@ def check_complete(
             raise ModelError(what, where=where, remedy=remedy, code="model.weights_mismatch")
 
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-_MTP = re.compile(r"(?:^|\.)mtp(?:\.|_)")
-
-
 def prediction_heads(names: Iterable[str], layers: int) -> list[str]:
     """Return the tensors for multi-token prediction: in ``mtp``, or in layers beyond ``layers``.
 
@@ -72,16 +78,6 @@ def _named(tensors: Sequence[Tensor]) -> Iterator[tuple[str, tuple[int, ...]]]:
     for tensor in tensors:
         for layer in tensor.layers or ("",):
             yield tensor.name.replace("*", str(layer), 1), tensor.shape
-
-
-log = get_logger(__name__)
-
-TensorKind = Literal["linear", "conv1d", "router", "head", "embedding", "parameter"]
-BUILDER = "halftune.model.meta.shapes"
-TIME_LIMIT = 300.0  # seconds; importing torch the first time takes a minute on a slow disk
-FORMAT = 4  # version of cached answers
-# More than any model has; building layers takes time even on the meta device.
-MOST_LAYERS = 2000
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,22 @@ from halftune.core.errors import DataError
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _LONGEST = 1 << 14  # pixels of a side that images are scaled to
+_QWEN = ("pixel_values", "image_grid_thw")
+INPUTS = ("input_features", "feature_attention_mask")
+# Why a model type that hears is not in the table.
+REFUSED = {
+    "voxtral": "mistral-common writes its prompts as token ids; it has no chat template that places audio",
+    "voxtral_realtime": "it is fed a stream of audio, not questions with audio",
+}
+# The most that a feature extractor of speech may say: memory grows with each.
+_MOST = {"chunk_length": 3600, "sampling_rate": 400_000, "hop_length": 1 << 16, "n_fft": 1 << 16, "feature_size": 1024}
+Tower = Literal["vision", "audio", "projector"]
+TOWERS: tuple[Tower, ...] = ("vision", "audio", "projector")
+_PROJECTOR = re.compile(
+    r"(^|\.)(multi_modal_projector|connector|projector|embed_vision|embed_audio|image_newline|merger"
+    r"|deepstack_merger_list|audio_tower\.proj)(\.|$)"
+)
+_AUDIO = re.compile(r"(^|\.)audio")
 
 
 @dataclass(frozen=True)
@@ -45,7 +61,6 @@ class ImageFamily:
         return "image_grid_thw" in self.inputs
 
 
-_QWEN = ("pixel_values", "image_grid_thw")
 IMAGE_FAMILIES = {
     "qwen2_vl": ImageFamily("Qwen2VLProcessor", "count", _QWEN, "mm_token_type_ids"),
     "qwen2_5_vl": ImageFamily("Qwen2_5_VLProcessor", "count", _QWEN, "mm_token_type_ids"),
@@ -87,18 +102,10 @@ class AudioFamily:
     padded: bool = False
 
 
-INPUTS = ("input_features", "feature_attention_mask")
 AUDIO_FAMILIES = {
     "qwen2_5_omni_thinker": AudioFamily("Qwen2_5OmniProcessor"),
     "qwen2_audio": AudioFamily("Qwen2AudioProcessor", padded=True),
 }
-# Why a model type that hears is not in the table.
-REFUSED = {
-    "voxtral": "mistral-common writes its prompts as token ids; it has no chat template that places audio",
-    "voxtral_realtime": "it is fed a stream of audio, not questions with audio",
-}
-# The most that a feature extractor of speech may say: memory grows with each.
-_MOST = {"chunk_length": 3600, "sampling_rate": 400_000, "hop_length": 1 << 16, "n_fft": 1 << 16, "feature_size": 1024}
 
 
 def wrong_extractor(content: dict[str, Any]) -> str:
@@ -156,15 +163,6 @@ def _sides(content: dict[str, Any]) -> list[tuple[str, float]]:
         elif isinstance(value, int | float) and name in ("height", "width", "shortest_edge", "longest_edge"):
             found.append((name, value))
     return found
-
-
-Tower = Literal["vision", "audio", "projector"]
-TOWERS: tuple[Tower, ...] = ("vision", "audio", "projector")
-_PROJECTOR = re.compile(
-    r"(^|\.)(multi_modal_projector|connector|projector|embed_vision|embed_audio|image_newline|merger"
-    r"|deepstack_merger_list|audio_tower\.proj)(\.|$)"
-)
-_AUDIO = re.compile(r"(^|\.)audio")
 
 
 def part_of(name: str) -> Tower:

@@ -23,6 +23,10 @@ from halftune.core.files import read_limited
 from halftune.core.table import did_you_mean
 
 _BUILTIN = "builtin:"
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+_DTYPE = re.compile(r"(torch\.)?(auto|bfloat16|half|double|bool|float(16|32|64|8_\w+)?|complex\d+|u?int\d+)")
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
+_PARTS = ("text_config", "vision_config", "audio_config")
 
 
 @dataclass(frozen=True)
@@ -103,12 +107,6 @@ def _part(text: str, key: str) -> Any:
     """The value of the first key of this name; quotes within strings are escaped."""
     found = re.search(rf'(?<!\\)"{key}"\s*:\s*(?=[\[{{])', text)
     return None if found is None else JSONDecoder().raw_decode(text, found.end())[0]
-
-
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
-_DTYPE = re.compile(r"(torch\.)?(auto|bfloat16|half|double|bool|float(16|32|64|8_\w+)?|complex\d+|u?int\d+)")
-_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
-_PARTS = ("text_config", "vision_config", "audio_config")
 
 
 def check_values(raw: dict[str, Any], *, where: str, own_code: bool) -> None:

@@ -65,22 +65,22 @@ def rwkv7_shape(raw: Mapping[str, Any]) -> Rwkv7Shape:
     Raises:
         ModelError: layers of softmax attention, widths that do not divide, or values of several widths.
     """
-    said = {name: value for name, value in raw.items() if value is not None or name in _NULLS}
-    given = {**RWKV7_DEFAULTS, **said}
-    hidden, layers = int(given["hidden_size"]), int(given["num_hidden_layers"])
-    if given.get("attn"):
+    stated = {name: value for name, value in raw.items() if value is not None or name in _NULLS}
+    settings = {**RWKV7_DEFAULTS, **stated}
+    hidden, layers = int(settings["hidden_size"]), int(settings["num_hidden_layers"])
+    if settings.get("attn"):
         remedy = "use a checkpoint without `attn` in its config.json"
         what = "RWKV-7 with softmax-attention layers is not supported"
         raise ModelError(what, remedy=remedy, code="model.architecture_unsupported")
-    head_dim = int(given["head_dim"] or hidden // int(given.get("num_heads") or hidden))
+    head_dim = int(settings["head_dim"] or hidden // int(settings.get("num_heads") or hidden))
     if not head_dim or hidden % head_dim:
         what = f"config.json: hidden_size {hidden} is not a multiple of head_dim {head_dim}"
         raise ModelError(what, code="model.config_invalid")
-    heads, value = hidden // head_dim, _value(given.get("value_dim"), hidden)
+    heads, value = hidden // head_dim, _value(settings.get("value_dim"), hidden)
     if value % heads:
         what = f"config.json: value_dim {value} is not a multiple of the {heads} heads"
         raise ModelError(what, code="model.config_invalid")
-    width = given.get("intermediate_size") or -(-int(hidden * given["hidden_ratio"]) // 32) * 32
+    width = settings.get("intermediate_size") or -(-int(hidden * settings["hidden_ratio"]) // 32) * 32
     return Rwkv7Shape(
         hidden=hidden,
         layers=layers,
@@ -88,10 +88,10 @@ def rwkv7_shape(raw: Mapping[str, Any]) -> Rwkv7Shape:
         head_dim=head_dim,
         value=value,
         width=int(width),
-        decay_rank=_rank(given, "decay_low_rank_dim", 2.5 * head_dim / 64, hidden),
-        a_rank=_rank(given, "a_low_rank_dim", 2.5 * head_dim / 64, hidden),
-        v_rank=_rank(given, "v_low_rank_dim", 1.7 * head_dim / 64, hidden),
-        gate_rank=_rank(given, "gate_low_rank_dim", 5.0, hidden),
+        decay_rank=_rank(settings, "decay_low_rank_dim", 2.5 * head_dim / 64, hidden),
+        a_rank=_rank(settings, "a_low_rank_dim", 2.5 * head_dim / 64, hidden),
+        v_rank=_rank(settings, "v_low_rank_dim", 1.7 * head_dim / 64, hidden),
+        gate_rank=_rank(settings, "gate_low_rank_dim", 5.0, hidden),
     )
 
 

@@ -36,7 +36,7 @@ def excess(template: str) -> str:
         return f"needs more than {_WAIT:.0f} s to render a short conversation"
     if done.returncode == _TOO_LARGE:
         return f"needs more than {MEMORY >> 30} GiB of memory to render a short conversation"
-    if done.returncode < 0:
+    if done.returncode < 0:  # by SIGXCPU, which the soft limit of CPU time sends
         return f"needs more than {SECONDS} s of CPU time to render a short conversation"
     return ""
 
@@ -77,7 +77,9 @@ def _main() -> int:
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     source = json.load(sys.stdin)["template"]
+    # a tag of transformers' own extension (AssistantTracker), which is unknown to Jinja
     source = re.sub(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}", "", source)
+    # as transformers makes it: utils/chat_template_utils.py
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )

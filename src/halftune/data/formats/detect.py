@@ -73,27 +73,27 @@ def detect(
         DataError: no format fits (the remedy is a ``columns:`` mapping where one can be guessed), or the mapping names
             a column that does not exist.
     """
-    found = _filled(rows)
-    _check_mapping(section.columns, found, where)
+    filled = _filled(rows)
+    _check_mapping(section.columns, filled, where)
     if section.prompt is not None:
-        return _prompted(section, found, len(rows), where, records)
+        return _prompted(section, filled, len(rows), where, records)
     candidates = _consuming(section, where, records)
-    fit = _by_columns(candidates, section.columns, found)
+    fit = _by_columns(candidates, section.columns, filled)
     may_guess = section.format == "auto" and not section.columns and "conversation" in records
-    if fit is None and may_guess and not _has_pairs(found):
-        fit = _guess(rows, found)
+    if fit is None and may_guess and not _has_pairs(filled):
+        fit = _guess(rows, filled)
     if fit is None:
-        raise _unknown(rows, found, section, candidates, where)
-    made, columns = load_format(fit[0]), fit[1]
-    if _has_pairs(found) and "chosen" not in columns.values():
+        raise _unknown(rows, filled, section, candidates, where)
+    row_format, columns = load_format(fit[0]), fit[1]
+    if _has_pairs(filled) and "chosen" not in columns.values():
         raise _preference_error(where)
-    if made.name != "text":
-        _check_rating(rows, columns, found, where)
-    return _reading(made, columns, found, len(rows))
+    if row_format.name != "text":
+        _check_rating(rows, columns, filled, where)
+    return _reading(row_format, columns, filled, len(rows))
 
 
 def _prompted(
-    section: SourceSection, found: Mapping[str, int], total: int, where: str, records: Sequence[RecordName]
+    section: SourceSection, filled: Mapping[str, int], total: int, where: str, records: Sequence[RecordName]
 ) -> Reading:
     """The reading of a source with a prompt in place of the chat template."""
     from halftune.data.formats.prompted import prompted  # seldom used
@@ -101,34 +101,34 @@ def _prompted(
     if section.format not in ("auto", "alpaca") or "conversation" not in records:
         what = "prompt requires rows of format alpaca, and a method that trains answers"
         raise DataError(what, where=where, remedy="remove prompt, or set format: alpaca", code="data.unknown_prompt")
-    made = prompted(section.prompt or "")
-    pairs = {ours: section.columns.get(ours, ours) for ours in made.columns}
-    columns = {ours: theirs for ours, theirs in pairs.items() if theirs in found}
-    if missing := set(made.required) - columns.keys():
-        what = f"prompt needs the columns {' and '.join(made.required)}; the data has {', '.join(found)}"
+    row_format = prompted(section.prompt or "")
+    pairs = {ours: section.columns.get(ours, ours) for ours in row_format.columns}
+    columns = {ours: theirs for ours, theirs in pairs.items() if theirs in filled}
+    if missing := set(row_format.required) - columns.keys():
+        what = f"prompt needs the columns {' and '.join(row_format.required)}; the data has {', '.join(filled)}"
         remedy = f"map {' and '.join(sorted(missing))} with columns: {{...}}"
         raise DataError(what, where=where, remedy=remedy, code="data.unknown_format")
-    return _reading(made, columns, found, total)
+    return _reading(row_format, columns, filled, total)
 
 
 def _filled(rows: Collection[Mapping[str, Any]]) -> Counter[str]:
     """How many rows have a value, per column."""
-    found: Counter[str] = Counter()
+    filled: Counter[str] = Counter()
     for row in rows:
         for name, value in row.items():
-            found[name] += not is_missing(value)
-    return found
+            filled[name] += not is_missing(value)
+    return filled
 
 
 def _by_columns(
-    candidates: Sequence[str], mapping: Mapping[str, str], found: Mapping[str, int]
+    candidates: Sequence[str], mapping: Mapping[str, str], filled: Mapping[str, int]
 ) -> tuple[str, dict[str, str]] | None:
     """The first format whose required columns are present, and its column mapping."""
     for name in candidates:
-        made = load_format(name)
-        pairs = {ours: mapping.get(ours, ours) for ours in made.columns}  # unmapped columns keep their names
-        columns = {ours: theirs for ours, theirs in pairs.items() if theirs in found}
-        if columns.keys() >= set(made.required):
+        row_format = load_format(name)
+        pairs = {ours: mapping.get(ours, ours) for ours in row_format.columns}  # unmapped columns keep their names
+        columns = {ours: theirs for ours, theirs in pairs.items() if theirs in filled}
+        if columns.keys() >= set(row_format.required):
             return name, columns
     return None
 

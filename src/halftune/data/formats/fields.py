@@ -15,6 +15,9 @@ from halftune.data.formats.conversation import RowDropped, RowError
 
 DEEPEST = 100  # levels of nesting; conversations have about ten
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+NOT_FINITE = "NaN or an infinity was read as a missing value"
+MEDIA_COLUMNS = ("images", "image", "audios", "audio", "videos", "video")
+_MEDIA = frozenset(MEDIA_COLUMNS)
 
 
 class BadJson(Exception):
@@ -96,9 +99,6 @@ def _is_text(text: str) -> bool:
     return True
 
 
-NOT_FINITE = "NaN or an infinity was read as a missing value"
-
-
 def is_missing(value: Any) -> bool:
     """Whether a value is null, NaN or infinite."""
     return value is None or (isinstance(value, float) and not math.isfinite(value))
@@ -123,10 +123,6 @@ def with_nulls(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [with_nulls(item) for item in value]
     return None if is_missing(value) else value
-
-
-MEDIA_COLUMNS = ("images", "image", "audios", "audio", "videos", "video")
-_MEDIA = frozenset(MEDIA_COLUMNS)
 
 
 def text(row: Mapping[str, Any], column: str) -> str:

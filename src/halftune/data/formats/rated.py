@@ -14,6 +14,7 @@ from halftune.data.formats.conversation import Conversation, Format, Rated, RowD
 
 LABELS = ("label", "kto_tag")
 _FLAGS = {True: True, False: False, "true": True, "false": False}  # True and False are 1 and 0, too
+_PLACES = ("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "history")
 
 
 def _read(row: Mapping[str, Any]) -> Rated:
@@ -50,5 +51,4 @@ def _conversation(row: Mapping[str, Any]) -> Conversation:
     return turns.conversation(listed, row, "messages")
 
 
-_PLACES = ("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "history")
 FORMAT = Format("rated", ("label",), (*_PLACES, "system", "tools"), _read, "rated")

@@ -42,6 +42,7 @@ def _key(make: Callable[..., Any], lengths: np.ndarray, arguments: Mapping[str, 
     """sha256 of the lengths, the arguments and the code."""
     plain = {name: asdict(value) if is_dataclass(value) else value for name, value in arguments.items()}  # type: ignore[call-overload]
     digest = hashlib.sha256(inspect.getsource(epoch).encode())
+    # another NumPy may permute otherwise: NEP 19 fixes no streams of its generators
     digest.update(json.dumps([make.__name__, np.__version__, str(lengths.dtype), plain], sort_keys=True).encode())
     digest.update(lengths.tobytes())
     return digest.hexdigest()

@@ -101,24 +101,24 @@ def _limited(path: Path) -> Iterator[None]:
         raise DataError(what, where=str(path), remedy=_IF_TRUSTED, code="data.compressed_too_well") from error
 
 
-def _parquet_batches(known: Any, path: Path) -> Iterator[list[dict[str, Any]]]:
+def _parquet_batches(parquet_file: Any, path: Path) -> Iterator[list[dict[str, Any]]]:
     """Read the rows of a ``pyarrow.parquet.ParquetFile`` in batches; refuses decompression bombs.
 
     Compression has a declared uncompressed size. Dictionary encoding has not: one stored value may repeat in all rows.
     So each batch is small enough to fit even if every row held the largest column's whole dictionary.
     """
     most = most_unpacked(path)
-    groups = [known.metadata.row_group(number) for number in range(known.metadata.num_row_groups)]
+    groups = [parquet_file.metadata.row_group(number) for number in range(parquet_file.metadata.num_row_groups)]
     columns = [group.column(number) for group in groups for number in range(group.num_columns)]
     total = sum(column.total_uncompressed_size for column in columns)
     largest = max((column.total_uncompressed_size for column in columns), default=0)
     if total <= most:
         total = 0
         size = min(max(most // max(largest, 1), 1), _BATCH)
-        made = known.iter_batches(batch_size=size, use_threads=False)  # each would reserve memory of its own
+        batches = parquet_file.iter_batches(batch_size=size, use_threads=False)  # each would reserve memory of its own
         while True:
             with _limited(path):
-                batch = next(made, None)
+                batch = next(batches, None)
                 total += batch.nbytes if batch is not None else 0
                 rows = batch.to_pylist() if batch is not None and total <= most else None
             if rows is None:

@@ -233,7 +233,7 @@ def _fitting_id(call: Message, place: int, number: int, *, short: bool) -> str:
 
 
 def _fits(given: str) -> bool:
-    return len(given) == 9 and all(letter in _LETTERS for letter in given)
+    return len(given) == 9 and all(letter in _LETTERS for letter in given)  # as Mistral's templates demand
 
 
 def _made_id(place: int, number: int, function: Message) -> str:

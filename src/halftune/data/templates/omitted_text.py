@@ -93,7 +93,7 @@ def _doubtful(
     frame = _frame(template, bool(conversation.tools))
     if conversation.tools:
         frame += texts_of(conversation.tools)
-    asked, found, at = _last_question(messages), dict[int, bool](), 0
+    asked, doubtful, at = _last_question(messages), dict[int, bool](), 0
     limits, limit = [0] * len(messages), len(text)
     for index in range(len(messages) - 1, -1, -1):
         if index in ranges:
@@ -104,14 +104,14 @@ def _doubtful(
         if message["role"] == "assistant":
             places = ranges.get(index, [])
             if said and _end(template, _kept(said, index, asked), _cut(text, places)) < 0:
-                found[index] = True
+                doubtful[index] = True
             at = max(at, places[-1][1]) if places else at
         elif said:
             end = _end(template, said, text, at, limits[index])
             if end < 0 or said in frame:
-                found[index] = end < 0
+                doubtful[index] = end < 0
             at = max(at, end)
-    return found
+    return doubtful
 
 
 def _end(template: ChatTemplate, said: str, text: str, at: int = 0, limit: int | None = None) -> int:

@@ -28,6 +28,20 @@ from halftune.data.templates.features import REASONING_KEYS, TOOL, TemplateFeatu
 _CALL = "strftime_now"
 # strftime directives. `%-d` is `%d` without a leading zero; `%%` is replaced last, after all other directives.
 _DIRECTIVES = (*(f"%-{letter}" for letter in "dmHIMSjy"), *(f"%{letter}" for letter in "aAbBcdDeFHIjmMpSTuUwWxXyY%"))
+Messages = Sequence[Mapping[str, Any]]
+# in templates of our own whose format defines no tools
+WITHOUT_TOOLS = '{%- set tool_style = "" -%}'
+# Replaces `{% generation %}`: writes a private-use character at the start and end of a generated part. An `if` block
+# trims white space exactly as the original does.
+_GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+# Tags that a template may search for in a text: `<think>`, `[INST]`.
+_LITERAL = re.compile(r"""<[^<>\s'"]{1,40}>|\[/?\w+\]""")
+# errors of templates that do not support the shape of a message
+_TRIPPED = (TypeError, LookupError, AttributeError, ValueError, ArithmeticError, RecursionError)
+# CPU time and bytes of memory for one conversation; usual templates take a thousandth
+_SECONDS, _MEMORY = 30, 1 << 30
+TRUSTED = "set model.chat_template to a template that you trust"
+_QUESTION, _ANSWER = "Zq8 halftune asks 8qZ", "Zq7 halftune probe 7qZ"
 
 
 def writes_date(template: str) -> bool:
@@ -45,22 +59,6 @@ def with_date(template: str, day: date) -> str:
     pairs = ((directive, moment.strftime(directive)) for directive in _DIRECTIVES)
     filters = "".join(f"|replace({json.dumps(old)},{json.dumps(new)})" for old, new in pairs)
     return f"{{% macro {_CALL}(format) %}}{{{{ format{filters} }}}}{{% endmacro +%}}{template}"
-
-
-Messages = Sequence[Mapping[str, Any]]
-# in templates of our own whose format defines no tools
-WITHOUT_TOOLS = '{%- set tool_style = "" -%}'
-# Replaces `{% generation %}`: writes a private-use character at the start and end of a generated part. An `if` block
-# trims white space exactly as the original does.
-_GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
-# Tags that a template may search for in a text: `<think>`, `[INST]`.
-_LITERAL = re.compile(r"""<[^<>\s'"]{1,40}>|\[/?\w+\]""")
-# errors of templates that do not support the shape of a message
-_TRIPPED = (TypeError, LookupError, AttributeError, ValueError, ArithmeticError, RecursionError)
-# CPU time and bytes of memory for one conversation; usual templates take a thousandth
-_SECONDS, _MEMORY = 30, 1 << 30
-TRUSTED = "set model.chat_template to a template that you trust"
-_QUESTION, _ANSWER = "Zq8 halftune asks 8qZ", "Zq7 halftune probe 7qZ"
 
 
 class ChatTemplate:
@@ -185,14 +183,14 @@ class ChatTemplate:
             options.setdefault("chat_template", self.source(tools))
         try:
             with conversation_limits():
-                made = self._prepared(conversations, features or self.features)
-                if self._fixed is not None and tools is None and all(map(_is_plain, made)):
+                prepared = self._prepared(conversations, features or self.features)
+                if self._fixed is not None and tools is None and all(map(_is_plain, prepared)):
                     template = self._compiled(options.get("chat_template"))
-                    given = {**self._fixed, "add_generation_prompt": prompt}
-                    return [template.render(given, messages=messages) for messages in made]
+                    variables = {**self._fixed, "add_generation_prompt": prompt}
+                    return [template.render(variables, messages=messages) for messages in prepared]
                 apply: Callable[..., list[str]] = self._tokenizer.apply_chat_template  # type: ignore[assignment]
-                given = {"tokenize": False, "add_generation_prompt": prompt}
-                return apply(made, tools=tools, **given, **self._variables, **options)
+                variables = {"tokenize": False, "add_generation_prompt": prompt}
+                return apply(prepared, tools=tools, **variables, **self._variables, **options)
         except (OutOfTime, MemoryError) as error:
             raise too_much(error) from error
         except TemplateError as error:

@@ -109,6 +109,7 @@ def convert(adapter: Mapping[str, torch.Tensor], initial: Initial, config: Any) 
         config: peft's config; changed in place.
     """
     config.r, config.init_lora_weights = 2 * config.r, True
+    # so that the scale, alpha / r or of rsLoRA alpha / √r, stays
     config.lora_alpha *= math.sqrt(2) if config.use_rslora else 2
     converted = dict(adapter)
     for name, tensor in adapter.items():

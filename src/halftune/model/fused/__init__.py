@@ -311,6 +311,7 @@ def _error(module: nn.Module, forward: Forward, weight: torch.Tensor) -> tuple[f
     half = _half_of_mixed(module)
     error, allowed = math.inf, 0.0
     with _own_dropout_only(module, weight.device), torch.autocast(weight.device.type, half, enabled=half is not None):
+        # sorted: in a set's order the generator would give other inputs in each process
         for dtype, size in product(sorted(dtypes, key=str), _SIZES):
             allowed = _TOLERANCE[half or dtype]
             x = size / (gain or 1.0) * torch.randn(1, _ROWS, weight.shape[-1], generator=generator)

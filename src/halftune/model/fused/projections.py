@@ -116,7 +116,7 @@ def _activation(module: nn.Module) -> str:
             continue
         if isinstance(y, torch.Tensor) and y.shape == x.shape:
             for name in ACTIVATIONS:
-                if torch.allclose(y, act(x, name), atol=1e-6):
+                if torch.allclose(y, act(x, name), atol=1e-6):  # GELU and its tanh form differ by 5e-4
                     return name
     return "silu"
 

@@ -253,7 +253,7 @@ def _merge_layers(adapted: PeftModel, stored: Format, plan: Plan, progress: Prog
         leaf = getattr(layer, "parameter_name", "weight")  # of LoRA on experts
         weight = getattr(layer.get_base_layer(), leaf)
         before = weight.detach().clone()
-        layer.merge(safe_merge=True)
+        layer.merge(safe_merge=True)  # peft raises for NaN in the result
         after = getattr(layer.get_base_layer(), leaf).detach()
         if stays_fp32(f"{name}.{leaf}", weight, plan.precision.keep_fp32.value):
             moved = after - before

@@ -281,6 +281,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 def _write_adapter(
     model: PeftModel, saved: Format, keep: Iterable[str], folder: Path, state: Mapping[str, torch.Tensor] | None
 ) -> list[str]:
+    # peft's default asks the hub whether the base model's vocabulary differs; modules_to_save says what is trained
     adapter = get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
     _check_complete(model, adapter, folder)
     unmoved = [name.partition(_UP)[0] for name, tensor in adapter.items() if _UP in name and not tensor.any()]

@@ -24,7 +24,7 @@ from halftune_kernels.ops.rwkv7 import rwkv7, rwkv7_step
 
 SLOWEST_DECAY = -math.exp(-0.5)  # times a sigmoid: the log of a decay
 _KEY_EPSILON = 1e-6  # added to the squared norm of keys, in checkpoints with fused norms; else the norm is clamped
-_SMALLEST_NORM = 1e-12
+_SMALLEST_NORM = 1e-12  # of torch's F.normalize
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:

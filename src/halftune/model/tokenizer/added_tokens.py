@@ -78,7 +78,7 @@ def add_rows(model: PreTrainedModel, tokens: int, section: TokensSection, *, laz
     grown = [embedding] if tied or head is None else [embedding, head]
     _check_growable(grown, lazy=lazy)
     means = [_means(module) for module in grown]
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):  # resizing draws random rows, which the means replace
         model.resize_token_embeddings(new, mean_resizing=False)
     after: list[Any] = [model.get_input_embeddings()]  # pyright: ignore[reportCallIssue]
     if len(grown) > 1:

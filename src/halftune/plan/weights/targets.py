@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 HEAD = "lm_head"
 _EXPRESSION_SECONDS, _EXPRESSION_MEMORY = 5, 1 << 30  # an adapter of somebody else may bring its expression
+_LAYERS = {"conv1d": "Conv1D layers", "embedding": "embeddings"}
 
 
 def is_hidden(tensor: Tensor) -> bool:
@@ -153,8 +154,8 @@ def check_adapter(
     shared = tied_head(facts)
     layers = [one for one in (*facts.tensors, *shared) if one.kind != "parameter"]
     experts = _experts(facts, adapter)
-    found = bool(touched or (experts and adapter.target_modules in ((), "all-linear")))
-    _check_targets(layers, shared, adapter, found=found)
+    matches = bool(touched or (experts and adapter.target_modules in ((), "all-linear")))
+    _check_targets(layers, shared, adapter, found=matches)
     _check_tied(facts, adapter, touched)
     _check_saved(facts, adapter)
     refuse_saved_targets((*(name for names in touched.values() for name in names), *experts), adapter.modules_to_save)
@@ -187,9 +188,6 @@ def _check_names(
             raise PlanError(what, where="adapter.target_modules", remedy=remedy, code="config.bad_target_modules")
         if not any(one.kind in wraps(adapter) for one in matched):
             raise _not_on(adapter, matched[0], name)
-
-
-_LAYERS = {"conv1d": "Conv1D layers", "embedding": "embeddings"}
 
 
 def _not_on(adapter: LoraAdapter | PeftAdapter, tensor: Tensor, name: str) -> PlanError:

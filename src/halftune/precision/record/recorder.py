@@ -24,7 +24,7 @@ from halftune.precision.record.steps import Place, Source, Step, spelled
 _STEP = "halftune_step"  # attribute of a tensor: the call that created it
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = Path(__file__).parents[1]
-_OUTSIDE = (_TORCH, str(_OURS / "record"), str(_OURS / "trace"), "<")
+_OUTSIDE = (_TORCH, str(_OURS / "record"), str(_OURS / "trace"), "<")  # "<": code without a file, such as <string>
 # torch's attention functions; the second and third include projections.
 _ATTENTION = (
     nn.functional.scaled_dot_product_attention,
@@ -85,9 +85,9 @@ class Recorder(TorchFunctionMode):
         except RuntimeError:
             self.refused = tuple(self._source(tensor) for tensor in _floating((args, kwargs)))
             raise
-        made = list(_floating(args[0] if _name(func) == "__setitem__" else result))
-        if made:
-            self._record(func, made, args, kwargs)
+        results = list(_floating(args[0] if _name(func) == "__setitem__" else result))
+        if results:
+            self._record(func, results, args, kwargs)
         return result
 
     @property
@@ -106,16 +106,16 @@ class Recorder(TorchFunctionMode):
     def _source(self, tensor: torch.Tensor) -> Source:
         return Source(tensor.dtype, tensor.ndim == 0, self.step_of(tensor), self.leaf_of(tensor))
 
-    def _record(self, func: Any, made: list[torch.Tensor], args: Any, kwargs: Mapping[str, Any]) -> None:
+    def _record(self, func: Any, results: list[torch.Tensor], args: Any, kwargs: Mapping[str, Any]) -> None:
         # Operands still have their records: in-place operations update the record of their result below.
         sources = tuple(self._source(tensor) for tensor in _floating((args, kwargs)))
         name = _name(func)
         if name == "__get__":
             name = getattr(func.__self__, "__name__", "attribute")
-        place, kind = calling_line(sys._getframe(2)), made[0].device.type
+        place, kind = calling_line(sys._getframe(2)), results[0].device.type
         autocast = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
         asked = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
-        for tensor in made:
+        for tensor in results:
             step = Step(
                 self.count,
                 spelled(name),
@@ -128,7 +128,7 @@ class Recorder(TorchFunctionMode):
                 self._autocast and autocast is None,
             )
             setattr(tensor, _STEP, step)
-            if self.on_step is not None and len(made) == 1:
+            if self.on_step is not None and len(results) == 1:
                 self.on_step(step)
         self.count += 1
 

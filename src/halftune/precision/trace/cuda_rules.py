@@ -71,6 +71,7 @@ def cuda_autocast_rules(device: Literal["cpu", "cuda"] = "cpu") -> Iterator[None
                 _register(library, operator, make(operator, device))
         _register(library, _operator(FP32_NORMS[0]), _norm(device))
         _register(library, _operator(FP32_NORMS[1]), _norm_of_dims(device))
+        # CUDA has no rule for them: those of the CPU must not apply
         for name in _known_to_cpu() - listed if device == "cpu" else ():
             _register(library, _operator(name), torch.library.fallthrough_kernel)
         yield
@@ -131,8 +132,8 @@ def _fp32_result(operator: Any, device: str) -> Callable[..., Any]:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with _without_autocast(device):
-            given = args[at] if len(args) > at else kwargs.get("dtype")
-            if given is None and _eligible(args[0], device):
+            dtype = args[at] if len(args) > at else kwargs.get("dtype")
+            if dtype is None and _eligible(args[0], device):
                 args, kwargs = args[:at], {**kwargs, "dtype": torch.float32}
             return operator(*args, **kwargs)
 

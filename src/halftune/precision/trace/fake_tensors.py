@@ -23,7 +23,11 @@ from torch.utils import _pytree as pytree
 # Errors of fake tensors if model code reads a floating value.
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 
+# FakeTensorMode.__torch_dispatch__ logs a traceback of each TypeError and raises it all the same
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+_PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm"))
+_EXPERTS = torch.ops.aten._grouped_mm.default
+_INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
 
 
 class FakeTensors(FakeTensorMode):
@@ -74,11 +78,6 @@ class FakeTensors(FakeTensorMode):
                     module._parameters[name] = nn.Parameter(
                         self.from_tensor(parameter.detach()), requires_grad=parameter.requires_grad
                     )
-
-
-_PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm"))
-_EXPERTS = torch.ops.aten._grouped_mm.default
-_INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
 
 
 def _alike(args: Any) -> None:

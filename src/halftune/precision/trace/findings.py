@@ -133,9 +133,9 @@ def _finding(
 def _origin(step: Step | None, operand: Operand) -> dict[str, Any]:
     """The call that made an operand, and its line."""
     if step is None:
-        made = operand.leaf or "made outside of torch's functions"
+        op = operand.leaf or "made outside of torch's functions"
         unknown = dict.fromkeys(("file", "function", "source", "module"), "")
-        return {"op": made, "becomes": shown(operand.dtype), **unknown, "line": 0}
+        return {"op": op, "becomes": shown(operand.dtype), **unknown, "line": 0}
     place = step.place
     return {
         "op": step.formula(),

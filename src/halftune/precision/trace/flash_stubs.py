@@ -132,12 +132,12 @@ _MODULES: dict[str, tuple[str, ...]] = {
 def flash_attn_importable() -> Iterator[bool]:
     """Inside, ``flash_attn`` and flash-attn 3 can be imported; yields whether ``flash_attn`` is the real package."""
     absent = [package for package in ("flash_attn", "flash_attn_interface") if not _there(package)]
-    made = {name: module for name, module in _modules().items() if name.partition(".")[0] in absent}
-    sys.modules.update(made)
+    stubs = {name: module for name, module in _modules().items() if name.partition(".")[0] in absent}
+    sys.modules.update(stubs)
     try:
         yield "flash_attn" not in absent
     finally:
-        for name in made:
+        for name in stubs:
             sys.modules.pop(name, None)
 
 
@@ -148,14 +148,14 @@ def _there(package: str) -> bool:
 @cache
 def _modules() -> dict[str, ModuleType]:
     """The stub modules, created once: a model traced earlier keeps its imports."""
-    made: dict[str, ModuleType] = {}
+    stubs: dict[str, ModuleType] = {}
     for name, functions in _MODULES.items():
-        made[name] = module = ModuleType(name)
+        stubs[name] = module = ModuleType(name)
         module.__spec__ = ModuleSpec(name, None, is_package=True)
         module.__path__ = []
         vars(module).update({function: STUBS[function] for function in functions})
         parent, _, child = name.rpartition(".")
         if parent:
-            setattr(made[parent], child, module)
-    vars(made["flash_attn"])["__version__"] = "2.8.3"
-    return made
+            setattr(stubs[parent], child, module)
+    vars(stubs["flash_attn"])["__version__"] = "2.8.3"
+    return stubs

@@ -62,7 +62,7 @@ class LayerReuse:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._inside:
                 return own(*args, **kwargs)
-            with torch._C.DisableTorchFunction():
+            with torch._C.DisableTorchFunction():  # else the recorder sees each attribute that the key reads
                 key = (kind, layer.training, _surroundings(), plain_parts((args, kwargs), _given))
             if key in self._runs:
                 return self._replay(self._runs[key], name)
@@ -114,6 +114,7 @@ def _listed(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module, in
             found += [(f"{path}.{index}", member, index) for index, member in enumerate(child)]
         else:
             found += _listed(child, f"{path}.")
+    # reversed: a layer that is in two lists keeps its first name
     once = {id(layer): (name, layer, index) for name, layer, index in reversed(found)}
     return list(reversed(once.values()))
 

@@ -65,8 +65,8 @@ def _factors(step: Step | None) -> tuple[Source, ...]:
         return ()
     if step.op in _PRODUCTS:
         return step.sources if step.op == "einsum" else step.sources[-2:]
-    made = step.sources[0].step if step.op == "sum" and step.sources else None
-    return made.sources if made is not None and made.op == "mul" and len(made.sources) == 2 else ()
+    product = step.sources[0].step if step.op == "sum" and step.sources else None
+    return product.sources if product is not None and product.op == "mul" and len(product.sources) == 2 else ()
 
 
 def _is_product(step: Step) -> bool:

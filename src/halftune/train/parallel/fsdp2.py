@@ -174,7 +174,7 @@ def prefetch(layers: Sequence[nn.Module]) -> None:
     groups = [_groups(layer) for layer in layers]
     for before, after in pairwise(groups):
         before[0].set_modules_to_forward_prefetch(after)
-        after[0].set_modules_to_backward_prefetch(before[::-1])
+        after[0].set_modules_to_backward_prefetch(before[::-1])  # the backward pass comes to the last one first
 
 
 def _groups(layer: nn.Module) -> list[FSDPModule]:

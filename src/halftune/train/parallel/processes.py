@@ -20,6 +20,27 @@ from halftune.core.processes.process import hidden, this_process
 from halftune.model.load.device import TORCH_TYPES
 from halftune.plan import Plan
 
+# glibc's names, from malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+log = get_logger(__name__)
+# What switches an engine or a precision of accelerate's on, and the options of those.
+_SWITCHES = (
+    "ACCELERATE_MIXED_PRECISION",
+    "ACCELERATE_DYNAMO_BACKEND",
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_USE_MEGATRON_LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG",
+)
+_ENGINES = (*_SWITCHES, "ACCELERATE_DYNAMO_", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "FSDP_")
+GRACE = 2.0  # seconds that one which hangs has to say so itself, before the others do
+_REPLICATED = {
+    DistributedType.NO,
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+    DistributedType.MULTI_XPU,
+}
+
 
 def peak_memory_bytes(device: torch.device) -> int:
     """Most bytes in use so far: allocated on a CUDA, ROCm or XPU device, resident in this process otherwise."""
@@ -31,10 +52,6 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.mps.driver_allocated_memory()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-# glibc's names, from malloc.h.
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 def keep_freed_memory() -> bool:
@@ -53,27 +70,6 @@ def keep_freed_memory() -> bool:
     if not hasattr(library, "gnu_get_libc_version"):
         return False
     return bool(library.mallopt(_M_MMAP_MAX, 0) and library.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
-
-
-log = get_logger(__name__)
-
-# What switches an engine or a precision of accelerate's on, and the options of those.
-_SWITCHES = (
-    "ACCELERATE_MIXED_PRECISION",
-    "ACCELERATE_DYNAMO_BACKEND",
-    "ACCELERATE_USE_FSDP",
-    "ACCELERATE_USE_DEEPSPEED",
-    "ACCELERATE_USE_MEGATRON_LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG",
-)
-_ENGINES = (*_SWITCHES, "ACCELERATE_DYNAMO_", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "FSDP_")
-GRACE = 2.0  # seconds that one which hangs has to say so itself, before the others do
-_REPLICATED = {
-    DistributedType.NO,
-    DistributedType.MULTI_CPU,
-    DistributedType.MULTI_GPU,
-    DistributedType.MULTI_XPU,
-}
 
 
 def make_accelerator(plan: Plan) -> Accelerator:

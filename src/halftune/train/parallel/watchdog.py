@@ -134,7 +134,7 @@ class Watchdog:
         try:
             before, reported = self.statuses(), self._failure_reports()
             if not reported:
-                time.sleep(2.5 * BEAT)
+                time.sleep(2.5 * BEAT)  # a living rank publishes twice meanwhile, and one that fails may still report
                 reported = self._failure_reports()
             after = self.statuses()
         except (RuntimeError, OSError):

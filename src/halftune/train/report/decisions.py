@@ -12,6 +12,34 @@ from halftune.core.templates import render
 from halftune.train.report.series import HERE, Record
 
 _SHOWN = 10  # rows that are shown as they are; more are summed up
+# rows of the precision table in the order in which a number travels
+_PRECISION = (
+    ("storage", "frozen weights are loaded as"),
+    ("trainable", "trained weights"),
+    ("compute", "matmuls and attention"),
+    ("autocast", "autocast"),
+    ("grad_scaler", "loss scaler"),
+    ("reduce", "gradient all-reduce"),
+    ("optimizer_state", "optimizer moments"),
+    ("tf32", "TF32 for fp32 matmuls"),
+    ("saved", "the result is saved as"),
+    ("keep_fp32", "names kept in fp32"),
+)
+_ATTENTION = (
+    ("softmax", "softmax attention"),
+    ("provider", "carried out by"),
+    ("varlen", "packed rows"),
+    ("linear", "linear attention"),
+)
+_MODEL = (("num_parameters", "parameters"), ("num_trainable", "trained parameters"), ("towers", "towers"))
+_FLAGS = ("packing", "gradient_checkpointing", "fused_layers")
+_PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "overhead")
+_GUARDS = {
+    "cast": "an operand that left the planned dtype is cast and counted",
+    "strict": "an operand that left the planned dtype stops the run",
+    "off": "operands are not looked at",
+}
+Row = tuple[str, Any, str]  # name, value, reason
 
 
 def dtypes(record: Record) -> Markup:
@@ -42,36 +70,6 @@ def _groups(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for name in ("tensors", "elements"):
             total[name] += row.get(name, 0)
     return list(groups.values())
-
-
-# rows of the precision table in the order in which a number travels
-_PRECISION = (
-    ("storage", "frozen weights are loaded as"),
-    ("trainable", "trained weights"),
-    ("compute", "matmuls and attention"),
-    ("autocast", "autocast"),
-    ("grad_scaler", "loss scaler"),
-    ("reduce", "gradient all-reduce"),
-    ("optimizer_state", "optimizer moments"),
-    ("tf32", "TF32 for fp32 matmuls"),
-    ("saved", "the result is saved as"),
-    ("keep_fp32", "names kept in fp32"),
-)
-_ATTENTION = (
-    ("softmax", "softmax attention"),
-    ("provider", "carried out by"),
-    ("varlen", "packed rows"),
-    ("linear", "linear attention"),
-)
-_MODEL = (("num_parameters", "parameters"), ("num_trainable", "trained parameters"), ("towers", "towers"))
-_FLAGS = ("packing", "gradient_checkpointing", "fused_layers")
-_PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "overhead")
-_GUARDS = {
-    "cast": "an operand that left the planned dtype is cast and counted",
-    "strict": "an operand that left the planned dtype stops the run",
-    "off": "operands are not looked at",
-}
-Row = tuple[str, Any, str]  # name, value, reason
 
 
 def decisions(record: Record) -> Markup:

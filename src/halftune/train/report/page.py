@@ -26,6 +26,10 @@ from halftune.train.report.series import HERE, Record, curves, read
 from halftune.train.report.summary import cards, dataset, machine, profile, sentence
 from halftune.train.state import TrainState
 
+log = get_logger(__name__)
+NAME = "report.html"
+_T = TypeVar("_T")
+
 
 class Report(Callback):
     """Comes last: it reads what the other callbacks have written."""
@@ -47,11 +51,6 @@ class Report(Callback):
         if not run.is_main:
             return
         write_report(run.folder, status)
-
-
-log = get_logger(__name__)
-NAME = "report.html"
-_T = TypeVar("_T")
 
 
 def answers(record: Record) -> Markup:

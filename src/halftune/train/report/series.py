@@ -26,6 +26,43 @@ from halftune.train.callback import EVAL_SET
 from halftune.train.run_folder.metrics import read_metrics
 
 HERE = "halftune.train.report"  # whose templates and styles make the page
+# chart → line → series
+_CHARTS = {
+    "loss": {"training": "loss", "evaluation": "eval_loss"},
+    "learning_rate": {"training": "learning_rate"},
+    "grad_norm": {"training": "grad_norm"},
+    "tokens_per_second": {
+        "training": "tokens_per_second",
+        "not padding": "tokens_real_per_second",
+        "trained": "tokens_trained_per_second",
+    },
+    "loss_scale": {"training": "loss_scale"},
+}
+_WORDS = {
+    "loss": "Loss",
+    "learning_rate": "Learning rate",
+    "grad_norm": "Gradient norm",
+    "tokens_per_second": "Tokens per second",
+    "loss_scale": "Loss scale",
+    "raw": "every step",
+    "smooth": "smoothed",
+    "log": "logarithmic loss",
+    "all": "Show all steps",
+    "step": "step",
+    "over": "over",
+    "axes": {"step": "steps", "tokens": "tokens", "time": "time"},
+    "save": "Save as",
+    "odd": "not a number",
+    "nothing": "no numbers in this stretch",
+    "hint": "Drag over a curve to zoom in, double-click to see all of it again.",
+}
+POINTS, SCALE = 1000, 200
+_MOST = 64  # series; metrics of a run folder may be anybody's
+_COLUMNS = ("eval_loss", "loss", "learning_rate", "grad_norm", "loss_scale")
+# Columns that are drawn in another way, or not at all; all others are the method's own metrics.
+_COUNTS = ("step", "epoch", "tokens", "tokens_real", "tokens_trained", "seconds", "memory_bytes", "time", "skipped")
+_SPEEDS = ("tokens", "tokens_real", "tokens_trained")
+Points = list[list[float | None]]
 
 
 @dataclass(frozen=True)
@@ -111,38 +148,6 @@ def read(folder: Path) -> Record:
     )
 
 
-# chart → line → series
-_CHARTS = {
-    "loss": {"training": "loss", "evaluation": "eval_loss"},
-    "learning_rate": {"training": "learning_rate"},
-    "grad_norm": {"training": "grad_norm"},
-    "tokens_per_second": {
-        "training": "tokens_per_second",
-        "not padding": "tokens_real_per_second",
-        "trained": "tokens_trained_per_second",
-    },
-    "loss_scale": {"training": "loss_scale"},
-}
-_WORDS = {
-    "loss": "Loss",
-    "learning_rate": "Learning rate",
-    "grad_norm": "Gradient norm",
-    "tokens_per_second": "Tokens per second",
-    "loss_scale": "Loss scale",
-    "raw": "every step",
-    "smooth": "smoothed",
-    "log": "logarithmic loss",
-    "all": "Show all steps",
-    "step": "step",
-    "over": "over",
-    "axes": {"step": "steps", "tokens": "tokens", "time": "time"},
-    "save": "Save as",
-    "odd": "not a number",
-    "nothing": "no numbers in this stretch",
-    "hint": "Drag over a curve to zoom in, double-click to see all of it again.",
-}
-
-
 def curves(record: Record) -> Markup:
     """The section of charts."""
     found = Curves()
@@ -183,15 +188,6 @@ def script() -> str:
 def script_source() -> str:
     """The script as a Content-Security-Policy names it: a page that shows a report lets no other script run."""
     return f"'sha256-{b64encode(sha256(script().encode()).digest()).decode()}'"
-
-
-POINTS, SCALE = 1000, 200
-_MOST = 64  # series; metrics of a run folder may be anybody's
-_COLUMNS = ("eval_loss", "loss", "learning_rate", "grad_norm", "loss_scale")
-# Columns that are drawn in another way, or not at all; all others are the method's own metrics.
-_COUNTS = ("step", "epoch", "tokens", "tokens_real", "tokens_trained", "seconds", "memory_bytes", "time", "skipped")
-_SPEEDS = ("tokens", "tokens_real", "tokens_trained")
-Points = list[list[float | None]]
 
 
 @dataclass

@@ -15,6 +15,8 @@ from halftune.core.templates import render
 from halftune.train.report.series import HERE, Record
 
 _SAMPLES_SHOWN = 8  # row numbers listed per reason
+_SHOWN = 15  # operators on the page; the trace has all
+Card = tuple[str, str, str] | None  # name, value, note
 
 
 def dataset(record: Record) -> Markup:
@@ -113,9 +115,6 @@ def _software(environment: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-_SHOWN = 15  # operators on the page; the trace has all
-
-
 def profile(record: Record) -> Markup:
     """The section on the profile, or nothing where none was recorded (``logging.profile``)."""
     found = record.profile
@@ -139,9 +138,6 @@ def sentence(record: Record) -> str:
     if device := _value(record.plan, "device"):
         words.append(f"on {record.plan.get('machine') or device.upper()}")
     return ", ".join(words) + "."
-
-
-Card = tuple[str, str, str] | None  # name, value, note
 
 
 def cards(record: Record) -> list[Card]:

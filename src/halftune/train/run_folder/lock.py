@@ -71,7 +71,7 @@ def check_unlocked(path: Path) -> None:
         return
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two that look at once do not meet
         except BlockingIOError as error:
             raise _taken(path) from error
         except OSError:  # no locks here: said where the lock is taken

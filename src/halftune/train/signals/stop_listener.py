@@ -48,7 +48,7 @@ class StopListener:
     def start(self) -> None:
         """Start the thread; call it from the main thread after its handlers are set."""
         self.receiver, self.sender = socket.socketpair()
-        self.sender.setblocking(False)
+        self.sender.setblocking(False)  # signal.set_wakeup_fd refuses a blocking one
         self.before = signal.set_wakeup_fd(self.sender.fileno(), warn_on_full_buffer=False)
         _listening.add(self)
         threading.Thread(target=self._listen, name="stop listener", daemon=True).start()
