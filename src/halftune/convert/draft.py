@@ -131,6 +131,11 @@ class Draft:
         """Whether a key is written with a value and not yet dealt with."""
         return self.left.get(key) is not None
 
+    def assume(self, key: str, value: Any) -> None:
+        """Deal with a key as if it had this value, unless it has another."""
+        if not self.has(key):
+            self.left[key] = value
+
     def take(self, key: str) -> Any:
         """The value of a key, which the caller now deals with; None where it is not written."""
         return self.left.pop(key, None)

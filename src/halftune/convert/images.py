@@ -89,17 +89,18 @@ def llamafactory_parts(draft: Draft) -> None:
         "freeze_vision_tower": [part for key, part in towers.items() if draft.get(key)],
         "freeze_multi_modal_projector": ["projector"],
     }
-    mode = {"lora": "lora", "full": "full"}.get(kind := str(draft.source.get("finetuning_type") or "lora"))
+    kind = str(draft.source.get("finetuning_type") or "lora")
     for key, parts in groups.items():
         if draft.left.get(key) is not False:
             continue
-        if mode is None:
+        if kind not in ("lora", "full"):
             draft.refused(key, f"finetuning_type: {kind} with other parts than the language model is not supported")
-        elif mode == "lora" and parts == ["projector"]:
+        elif kind == "lora" and parts == ["projector"]:
             draft.changed(key, "", None, "the projector stays as it is, as there unless lora_target names its layers")
         else:
-            draft.put("model.train", {**(draft.get("model.train") or {}), **dict.fromkeys(parts, mode)})
-            draft.translated(key, f"model.train.{parts[0]}", mode, _deepstack(draft))
+            for part in parts:
+                draft.put(f"model.train.{part}", kind)
+            draft.translated(key, f"model.train.{parts[0]}", kind, _deepstack(draft))
 
 
 def _deepstack(draft: Draft) -> str:

@@ -145,8 +145,7 @@ def _adapter(draft: Draft) -> None:
 
 def frozen(draft: Draft) -> None:
     """``finetuning_type: freeze``: the last n layers, or the first n; other modules by a part of their name."""
-    if not draft.has("freeze_trainable_layers"):
-        draft.left["freeze_trainable_layers"] = 2
+    draft.assume("freeze_trainable_layers", 2)
     draft.follow("llamafactory.frozen")
     if extra := draft.left.get("freeze_extra_modules"):
         found = [re.escape(name) for name in listed(extra)]
