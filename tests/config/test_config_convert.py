@@ -18,7 +18,7 @@ from halftune.config.prompts import find_prompt
 from halftune.config.run import RunConfig
 from halftune.convert import optimizers as convert_optimizers
 from halftune.convert.convert import convert_file, report
-from halftune.convert.draft import Note
+from halftune.convert.draft import VALUES, Note, block_of_rules
 from halftune.core.errors import ConfigError
 
 LLAMAFACTORY = """\
@@ -717,6 +717,24 @@ def test_reasons_name_options_that_exist() -> None:
     named = set(re.findall(rf"\b(?:{'|'.join(schema['properties'])})\.([a-z0-9_]+)", texts))
     assert len(named) > 50
     assert not named - options
+
+
+def test_rules_are_well_formed() -> None:
+    results = {"to", "as", "value", "words", "otherwise", "why", "put", "none", "changed", "refused", "stop"}
+    known = {"is", "if", "unless", "default", "for"} | results
+    here = Path(convert.__file__).parent
+    files = "|".join(path.stem for path in here.glob("keys/*.yaml"))
+    sources = "".join(path.read_text() for path in here.rglob("*.py"))
+    followed = set(re.findall(rf'"({files})\.([a-z0-9_]+)"', sources))
+    rules = [rule for file, block in followed for rule in block_of_rules(file, block)]
+    assert len(rules) > 200
+    for key, cases in rules:
+        for case in cases:
+            assert case.keys() <= known, key
+            assert "default" in case if "." in key else results & case.keys(), key
+            assert case.get("as", "same") in VALUES, key
+            names = (case.get("to", "model."), *case.get("put", {}), key if "." in key else "model.")
+            assert all(name.split(".")[0] in RunConfig.model_fields for name in names), key
 
 
 def test_llamafactory_trains_some_layers_rotates_and_begins_with_singular_vectors() -> None:

@@ -27,15 +27,11 @@ def of_axolotl(draft: Draft, method: str) -> None:
         return
     if "images" in media:
         draft.put("data.images", True)
-    how = images.towers_of_axolotl(draft)
-    if how == "some":
-        why = "layers of the towers stay as they are; there, those with the same names are adapted"
-        draft.changed(key, "data.audio", True, why)
-    else:
-        draft.translated(key, "data.audio", True)
-        if how:
-            towers = ("audio", "projector", *(["vision"] if "images" in media else []))
-            draft.put("model.train", dict.fromkeys(towers, how))
+    how, why = images.towers_of_axolotl(draft), "layers of the towers stay as they are"
+    draft.translated(key, "data.audio", True, changed=f"{why}{images.ADAPTED}" if how == "some" else "")
+    if how in ("full", "lora"):
+        towers = ("audio", "projector", *(["vision"] if "images" in media else []))
+        draft.put("model.train", dict.fromkeys(towers, how))
     draft.drop("skip_prepare_dataset", "rows with audio are tokenised before training, too")
 
 

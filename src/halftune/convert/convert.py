@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -82,7 +83,7 @@ def convert_file(path: Path, framework: str | None = None, accepted: Iterable[st
         what = f"a value has an unexpected kind: {error}"
         raise ConfigError(what, where=str(path), code="convert.unexpected_value") from None
     draft.finish()
-    return Converted(name, _yaml(draft, path), draft.values, tuple(draft.notes))
+    return Converted(name, _yaml(draft, path), deepcopy(draft.values), tuple(draft.notes))  # some are of tables
 
 
 def _yaml(draft: Draft, path: Path) -> str:

@@ -131,6 +131,11 @@ class Draft:
         """Whether a key is written with a value and not yet dealt with."""
         return self.left.get(key) is not None
 
+    def assume(self, key: str, value: Any) -> None:
+        """Deal with a key as if it had this value, unless it has another."""
+        if not self.has(key):
+            self.left[key] = value
+
     def take(self, key: str) -> Any:
         """The value of a key, which the caller now deals with; None where it is not written."""
         return self.left.pop(key, None)
@@ -158,9 +163,9 @@ class Draft:
         accepted = kind == "refused" and key in self.accepted
         self.notes.append(Note("changed" if accepted else kind, key, ours, why))
 
-    def translated(self, key: str, ours: str, value: Any, why: str = "") -> None:
-        """A key with the same meaning."""
-        self.note("translated", key, why, ours, value)
+    def translated(self, key: str, ours: str, value: Any, why: str = "", *, changed: str = "") -> None:
+        """A key with the same meaning; where ``changed`` is a reason, about the same."""
+        self.note("changed" if changed else "translated", key, changed or why, ours, value)
 
     def changed(self, key: str, ours: str, value: Any, why: str) -> None:
         """A key that is done in another way here, or not at all; what is learned is about the same."""
@@ -185,10 +190,8 @@ class Draft:
             return
         value = self.take(key)
         known = value if isinstance(value, str | bool | int) else repr(value)
-        if known in table:
-            self.translated(key, ours, table[known])
-        else:
-            self.changed(key, ours, otherwise, f"{value} is not known here: {why}")
+        changed = "" if known in table else f"{value} is not known here: {why}"
+        self.translated(key, ours, table.get(known, otherwise), changed=changed)
 
     def default(self, ours: str, value: Any, name: str) -> None:
         """What holds there where nothing is written, where it is not what holds here."""
@@ -220,7 +223,7 @@ class Draft:
         Raises:
             Refusal: a key that says ``stop`` is on.
         """
-        for key, cases in (rule for place in places for rule in _rules(*place.split("."))):
+        for key, cases in (rule for place in places for rule in block_of_rules(*place.split("."))):
             case = next((case for case in cases if self._holds(key, case)), None)
             if case is not None and "." in key:
                 self.default(key, case["default"], case["for"])
@@ -264,8 +267,9 @@ class Draft:
 
     def drop_listed(self, file: str) -> None:
         """Keys without an equivalent, and settings of a feature whose own key decides."""
-        self.follow(f"{file}.values", *(f"{file}.{kind}" for kind in ("none", "changed", "refused")))
-        for feature, prefixes in table(file, "parts").items():
+        blocks = _file(file)
+        self.follow(*(f"{file}.{kind}" for kind in ("values", "none", "changed", "refused") if kind in blocks))
+        for feature, prefixes in blocks.get("parts", {}).items():
             for key in [key for prefix in prefixes for key in self.left if key.startswith(prefix)]:
                 self.none(key, f"belongs to {feature}")
 
@@ -307,11 +311,11 @@ def _file(name: str) -> dict[str, Any]:
 
 def table(file: str, name: str) -> Any:
     """A table of ``keys/FILE.yaml``."""
-    return _file(file).get(name, {})
+    return _file(file)[name]
 
 
 @cache
-def _rules(file: str, block: str) -> list[tuple[str, list[dict[str, Any]]]]:
+def block_of_rules(file: str, block: str) -> list[tuple[str, list[dict[str, Any]]]]:
     """Keys and what becomes of them: a new name, or the first of several cases that holds."""
     rows = table(file, block)
     if block in ("none", "changed", "refused"):  # by their reasons

@@ -37,14 +37,13 @@ def attention(draft: Draft, *keys: str) -> None:
     """A backend under its name there. FlashAttention cannot compute in fp32; the plan then takes another."""
     for key in filter(draft.has, keys):
         value = str(draft.take(key))
-        backend, why = ATTENTION.get(value), f"{value} is not known here: the plan takes the fastest that works"
-        if str(backend).startswith("fa") and draft.get("precision.compute") == "fp32":
-            backend = None
+        backend, why = ATTENTION.get(value, "auto"), ""
+        if value not in ATTENTION:
+            why = f"{value} is not known here: the plan takes the fastest that works"
+        elif backend.startswith("fa") and draft.get("precision.compute") == "fp32":
+            backend = "auto"
             why = "FlashAttention does not compute in fp32, which this config asks for: the plan takes another"
-        if backend is None:
-            draft.changed(key, "attention.backend", "auto", why)
-        else:
-            draft.translated(key, "attention.backend", backend)
+        draft.translated(key, "attention.backend", backend, changed=why)
 
 
 def quantization(draft: Draft, name_key: str) -> None:

@@ -10,6 +10,7 @@ from halftune.convert.draft import Draft, is_off, table
 
 _PROJECTOR = r"merger|projector|connector|embed_vision"
 _VISION = r"vision|visual"
+ADAPTED = "; there, those with the same names are adapted"
 
 
 def find_family(model: Any) -> ImageFamily | None:
@@ -25,16 +26,12 @@ def of_axolotl(draft: Draft, method: str) -> None:
     key, family = "processor_type", find_family(draft.get("model.name_or_path"))
     if is_off(draft.left.get(key)) or method or family is None:
         return
-    how = towers_of_axolotl(draft)
-    if how == "some":
-        why = "layers of the vision tower stay as they are; there, those with the same names are adapted"
-        draft.changed(key, "data.images", True, why)
-    else:
-        draft.translated(key, "data.images", True)
-        if how == "full" and draft.get("adapter.train_only"):
-            _unfrozen(draft)
-        elif how:
-            draft.put("model.train", {"vision": how, "projector": how})
+    how, why = towers_of_axolotl(draft), "layers of the vision tower stay as they are"
+    draft.translated(key, "data.images", True, changed=f"{why}{ADAPTED}" if how == "some" else "")
+    if how == "full" and draft.get("adapter.train_only"):
+        _unfrozen(draft)
+    elif how in ("full", "lora"):
+        draft.put("model.train", {"vision": how, "projector": how})
     draft.follow("media.of_axolotl")
     if family.two_way and draft.get("attention.backend") == "fa2":
         _without_flash(draft)
@@ -92,17 +89,18 @@ def llamafactory_parts(draft: Draft) -> None:
         "freeze_vision_tower": [part for key, part in towers.items() if draft.get(key)],
         "freeze_multi_modal_projector": ["projector"],
     }
-    mode = {"lora": "lora", "full": "full"}.get(kind := str(draft.source.get("finetuning_type") or "lora"))
+    kind = str(draft.source.get("finetuning_type") or "lora")
     for key, parts in groups.items():
         if draft.left.get(key) is not False:
             continue
-        if mode is None:
+        if kind not in ("lora", "full"):
             draft.refused(key, f"finetuning_type: {kind} with other parts than the language model is not supported")
-        elif mode == "lora" and parts == ["projector"]:
+        elif kind == "lora" and parts == ["projector"]:
             draft.changed(key, "", None, "the projector stays as it is, as there unless lora_target names its layers")
         else:
-            draft.put("model.train", {**(draft.get("model.train") or {}), **dict.fromkeys(parts, mode)})
-            draft.translated(key, f"model.train.{parts[0]}", mode, _deepstack(draft))
+            for part in parts:
+                draft.put(f"model.train.{part}", kind)
+            draft.translated(key, f"model.train.{parts[0]}", kind, _deepstack(draft))
 
 
 def _deepstack(draft: Draft) -> str:

@@ -44,10 +44,8 @@ def _projected(draft: Draft, key: str, name: str, *, layerwise: bool) -> None:
         draft.refused(key, f"{named}: attention and feed-forward layers are projected, with the default options")
         return
     project(draft, given, usual["numbers"], layerwise=layerwise)
-    if every:
-        draft.changed(key, "training.optim", name, "the output layer is updated by AdamW; there, as hidden matrices")
-    else:
-        draft.translated(key, "training.optim", name)
+    why = "the output layer is updated by AdamW; there, as hidden matrices"
+    draft.translated(key, "training.optim", name, changed=why if every else "")
 
 
 def project(draft: Draft, given: Mapping[str, Any], usual: Mapping[str, float], *, layerwise: bool) -> None:

@@ -34,7 +34,7 @@ def of_axolotl(draft: Draft) -> str:
     draft.left["rl"] = kind
     draft.follow("preference.axolotl")
     if kind == "simpo":
-        draft.left["cpo_alpha"] = 1.0 if not draft.has("cpo_alpha") else draft.left["cpo_alpha"]
+        draft.assume("cpo_alpha", 1.0)
         draft.follow("preference.axolotl_simpo")
     draft.follow("preference.axolotl_kto", "preference.precomputed")
     if kind in ("dpo", "ipo"):

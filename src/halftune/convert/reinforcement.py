@@ -146,6 +146,5 @@ def of_gkd(draft: Draft) -> None:
     draft.follow("reinforcement.gkd")
     draft.put("method.sampling_temperature", draft.get("method.temperature"))
     draft.put("method.train_on", "last")
-    if not draft.has("lmbda"):
-        draft.left["lmbda"] = 0.5
+    draft.assume("lmbda", 0.5)
     draft.follow("reinforcement.gkd_answers")

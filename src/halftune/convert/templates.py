@@ -151,11 +151,9 @@ def _framed(draft: Draft, key: str, asked: str, row: TemplateRow) -> None:
         draft.put("model.chat_template_kwargs", {"trim": False, "trim_system": False})
     if _line_break(row) and draft.get("method.type") in _ANSWERS:
         draft.put("method.train_line_break", True)
-    if row.empty_think and not _single_turns(draft):
-        why = "earlier answers keep their thoughts there, and each answer without one gets an empty one"
-        draft.changed(key, "model.chat_template", asked, why)
-    else:
-        draft.translated(key, "model.chat_template", asked)
+    why = "earlier answers keep their thoughts there, and each answer without one gets an empty one"
+    differs = row.empty_think and not _single_turns(draft)
+    draft.translated(key, "model.chat_template", asked, changed=why if differs else "")
 
 
 def _with_media(draft: Draft, key: str, row: TemplateRow | None) -> None:

@@ -65,10 +65,7 @@ def _sources(draft: Draft, key: str, ours: str) -> list[dict[str, Any]]:
     single = [entries] if isinstance(entries, str | dict) else entries
     read = [_source(one, method) for entry in single for one in _files(entry, template)]
     sources, notes = [source for source, _ in read], [note for _, note in read if note]
-    if notes:
-        draft.changed(key, ours, sources, "; ".join(dict.fromkeys(notes)))
-    else:
-        draft.translated(key, ours, sources)
+    draft.translated(key, ours, sources, changed="; ".join(dict.fromkeys(notes)))
     return sources
 
 

@@ -145,8 +145,7 @@ def _adapter(draft: Draft) -> None:
 
 def frozen(draft: Draft) -> None:
     """``finetuning_type: freeze``: the last n layers, or the first n; other modules by a part of their name."""
-    if not draft.has("freeze_trainable_layers"):
-        draft.left["freeze_trainable_layers"] = 2
+    draft.assume("freeze_trainable_layers", 2)
     draft.follow("llamafactory.frozen")
     if extra := draft.left.get("freeze_extra_modules"):
         found = [re.escape(name) for name in listed(extra)]
@@ -206,13 +205,12 @@ def _translate_names(draft: Draft, key: str, ours: str, folder: Path, samples: d
     draft.put(ours, sources)
     if untrained := _untrained_media(draft, names, known, stage):
         draft.refused(key, f"{', '.join(untrained)}: {MEDIA}")
-    elif base or where == ONLINE:
-        draft.translated(key, ours, sources)
-        if known.keys() >= set(names) and not draft.get("data.images"):
-            draft.drop("image_max_pixels image_min_pixels", "no source has images")
-            draft.drop("use_audio_in_video", "no source has videos")
-    else:
-        draft.changed(key, ours, sources, "dataset_info.json was not found: check these paths")
+        return
+    found = base or where == ONLINE
+    draft.translated(key, ours, sources, changed="" if found else "dataset_info.json was not found: check these paths")
+    if known.keys() >= set(names) and not draft.get("data.images"):
+        draft.drop("image_max_pixels image_min_pixels", "no source has images")
+        draft.drop("use_audio_in_video", "no source has videos")
 
 
 def _name_each(draft: Draft, ours: str, sources: list[dict[str, Any]], names: list[str]) -> None:

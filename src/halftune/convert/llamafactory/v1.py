@@ -76,10 +76,8 @@ def _lora(draft: Draft, peft: dict[str, Any]) -> None:
 
 
 def _adapter_type(draft: Draft, kind: str, unknown: set[str]) -> None:
-    if unknown:
-        draft.changed("peft_config", "adapter.type", kind, f"{', '.join(sorted(unknown))}: not taken over")
-    else:
-        draft.translated("peft_config", "adapter.type", kind)
+    changed = f"{', '.join(sorted(unknown))}: not taken over" if unknown else ""
+    draft.translated("peft_config", "adapter.type", kind, changed=changed)
 
 
 def _quantised(draft: Draft) -> None:
@@ -114,21 +112,17 @@ def _data(draft: Draft, folder: Path) -> None:
 def _length(draft: Draft, *, single: bool) -> None:
     """``cutoff_len``; ``single``: every conversation has one answer."""
     draft.put("data.overlong", "keep_start")
+    why = "a conversation is one row; there, each of its answers is a row with the turns before it"
     length = draft.take("cutoff_len") or 2048
-    if single:
-        draft.translated("cutoff_len", "data.max_length", length)
-    else:
-        why = "a conversation is one row; there, each of its answers is a row with the turns before it"
-        draft.changed("cutoff_len", "data.max_length", length, why)
+    draft.translated("cutoff_len", "data.max_length", length, changed="" if single else why)
 
 
 def _batching(draft: Draft) -> None:
     strategy = str(draft.take("batching_strategy") or "normal")
     packed = strategy == "dynamic_padding_free"
-    if strategy in ("normal", "padding_free"):  # padding_free: the same rows in a batch, one behind the other
-        draft.translated("batching_strategy", "data.packing", False)
-    else:
-        draft.changed("batching_strategy", "data.packing", packed, f"{strategy}: batches have other sizes here")
+    same = strategy in ("normal", "padding_free")  # padding_free: the same rows in a batch, one behind the other
+    changed = "" if same else f"{strategy}: batches have other sizes here"
+    draft.translated("batching_strategy", "data.packing", packed, changed=changed)
     if not packed:
         draft.default("data.group_by_length", False, "group_by_length")
 
@@ -171,10 +165,9 @@ def _optimizer(draft: Draft) -> None:
     if given.get("name") != "muon" or other or not given["nesterov"]:
         draft.default("training.weight_decay", 0.01, "weight_decay (torch's AdamW)")
         return
-    if draft.get("adapter.type") != "none":
-        draft.changed("optim_config", "training.optim", "muon", "adapters are updated by Muon; there, by AdamW")
-    else:
-        draft.translated("optim_config", "training.optim", "muon", "its own learning rate holds, 1e-3 by default")
+    changed = "adapters are updated by Muon; there, by AdamW" if draft.get("adapter.type") != "none" else ""
+    why = "its own learning rate holds, 1e-3 by default"
+    draft.translated("optim_config", "training.optim", "muon", why, changed=changed)
     given["beta1"], given["beta2"] = given["adamw_betas"]
     for option, (ours, usual) in options.items():
         draft.put(f"training.{ours}", number(given.get(option, usual)))
