@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_model import because, checkpoint, plan, section
+from transformers import Qwen2ForCausalLM
 
 from halftune.core.errors import ModelError
 from halftune.model.load.lazy_weights import CPU, LazyWeights
@@ -61,6 +62,14 @@ def test_what_fp16_holds_passes(tmp_path: Path, value: float) -> None:
 def test_formats_with_the_range_take_it(tmp_path: Path, planned: Plan) -> None:
     model = load_model(section(holding(tmp_path / "model", torch.float32, 1e5)), planned)
     assert model.get_parameter(NAME).abs().max() > 65504.0
+
+
+def test_what_the_models_code_keeps_in_fp32_may_be_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are marked as kept before their range is checked."""
+    monkeypatch.setattr(Qwen2ForCausalLM, "_keep_in_fp32_modules_strict", ["up_proj"])
+    model = load_model(section(holding(tmp_path / "model", torch.float32, 1e5)), plan("fp16"))
+    assert model.get_parameter(NAME).dtype == torch.float32
+    assert model.get_parameter(NAME).abs().max() == 1e5
 
 
 def test_weights_that_are_left_in_their_files_are_checked_when_they_are_read(tmp_path: Path) -> None:

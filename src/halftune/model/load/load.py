@@ -186,9 +186,9 @@ AFTER_LOAD = (
     # after added tokens, for which transformers ties the output layer again
     Step("tying in the config", _always, lambda model, _: sync_tying_config(model)),
     Step("dtype of query and key", _always, lambda model, load: cast_qk_to_compute_dtype(model, load.plan)),
-    # after linear attention: both hold a scope while the model runs, and this one is opened first
+    # after linear attention: this scope then opens before that one, which decides about functions that both replace
     Step("imported kernels", _always, lambda model, load: guard_imported_kernels(model, remote_code=load.remote_code)),
-    # after the two that wrap `forward`: what its code does not accept is to be left out before anything runs
+    # in any order with the two above, which wrap `forward`, too
     Step(
         "arguments of peft",
         lambda load: load.remote_code,

@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from halftune.model.attention.register import probe_pass
-from halftune_kernels.ops.linear_cross_entropy import linear_cross_entropy_sum
 
 Head = Callable[[torch.Tensor], torch.Tensor]  # [N, H] -> [N, V]
 
@@ -51,21 +50,6 @@ def _in_place_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[Non
 def hidden_instead_of_logits(head: nn.Linear | None) -> AbstractContextManager[None]:
     """Inside, the head, if there is one, returns its input in its compute dtype; other threads get its output."""
     return nullcontext() if head is None else _in_place_of(head, lambda input: input.to(_computes_in(head)))
-
-
-def head_loss_sum(
-    head: nn.Linear,
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    scale: float,
-    *,
-    all_labelled: bool = False,
-    label_smoothing: float = 0.0,
-) -> torch.Tensor:
-    """Sum of a head's cross-entropy over rows with a target; see ``linear_cross_entropy_sum``."""
-    options = {"scale": scale, "all_labelled": all_labelled, "label_smoothing": label_smoothing}
-    with torch.autocast(hidden.device.type, enabled=False):
-        return linear_cross_entropy_sum(hidden, head.weight, targets, head.bias, **options)
 
 
 def plain_head(base: Any, inputs: Mapping[str, Any]) -> nn.Linear | None:

@@ -28,7 +28,6 @@ from halftune.model.policy.head import (
     Head,
     HeadRows,
     decoder_of,
-    head_loss_sum,
     hidden_instead_of_logits,
     is_frozen,
     is_head_of,
@@ -38,6 +37,7 @@ from halftune.model.policy.head import (
     rows_at_a_time,
 )
 from halftune.model.policy.logprobs import logprobs
+from halftune_kernels.ops.linear_cross_entropy import linear_cross_entropy_sum
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ class PolicyModel:
         if head is None:
             loss = cross_entropy_sum(rows, flat, **options)
         else:
-            loss = head_loss_sum(head, rows, flat, self.scale, **options)
+            with torch.autocast(rows.device.type, enabled=False):
+                loss = linear_cross_entropy_sum(rows, head.weight, flat, head.bias, scale=self.scale, **options)
         auxiliary = getattr(outputs, "aux_loss", None)
         if auxiliary is None or not torch.is_grad_enabled():
             return loss
