@@ -26,7 +26,6 @@ from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
 from halftune.model.files.load_errors import first_line
 from halftune.model.rwkv7.configuration import RWKV7Config
-from halftune.model.rwkv7.modeling import RWKV7ForCausalLM
 
 
 @contextmanager
@@ -57,8 +56,16 @@ def ignore_peft_warnings() -> Iterator[None]:
 
 _CONFIGS: dict[str, type[PreTrainedConfig]] = {"rwkv7": RWKV7Config}
 assert set(_CONFIGS) == OWN
-# the config class is the key, so no other registration is replaced
-AutoModelForCausalLM.register(RWKV7Config, RWKV7ForCausalLM)
+
+
+def _register_rwkv7() -> None:
+    from halftune.model.rwkv7.modeling import RWKV7ForCausalLM  # whoever reads no RWKV-7 needs no operators
+
+    # the config class is the key, so no other registration is replaced
+    AutoModelForCausalLM.register(RWKV7Config, RWKV7ForCausalLM, exist_ok=True)
+
+
+RWKV7Config.before_use = _register_rwkv7
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations`: transformers validates values by these types and ignores strings.
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
@@ -21,6 +22,7 @@ class RWKV7Config(PreTrainedConfig):
     model_type: ClassVar[str] = "rwkv7"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     number_of_conv_states: ClassVar[int] = 2  # in transformers' cache: the last token of both mixings
+    before_use: ClassVar[Callable[[], None] | None] = None  # registers the model's class, which imports the operators
 
     attn_mode: str = "chunk"
     hidden_size: int = 2048
@@ -51,6 +53,11 @@ class RWKV7Config(PreTrainedConfig):
     use_l2warp: bool | None = True
     vocab_size: int = 32000
     value_dim: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        if RWKV7Config.before_use is not None:
+            RWKV7Config.before_use()
 
     @property
     def layer_types(self) -> list[str]:
