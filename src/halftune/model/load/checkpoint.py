@@ -24,7 +24,7 @@ from halftune.model.files.architectures import multimodal_auto, no_progress_bars
 from halftune.model.files.load_errors import LOAD_ERRORS, first_line
 from halftune.model.load.lazy_weights import LazyWeights
 from halftune.model.load.own_dtypes import in_own_dtypes
-from halftune.model.load.quantised import load_arguments, quantisation, store_as_planned
+from halftune.model.load.quantised.formats import load_arguments, quantisation, store_as_planned
 from halftune.model.load.remote_code import attention_for, last_line, remote_code_error
 from halftune.model.load.towers import for_parts
 from halftune.model.load.weight_range import RangeCheck
@@ -145,7 +145,7 @@ def _experts_packed(plan: Plan) -> AbstractContextManager[None]:
     """Inside, experts are quantised as they are read, where the plan says so."""
     if not plan.weights.experts:
         return nullcontext()
-    from halftune.model.load.quantised_experts import quantised_experts  # imports bitsandbytes
+    from halftune.model.load.quantised.experts import quantised_experts  # imports bitsandbytes
 
     return quantised_experts(plan.weights.format.value)
 

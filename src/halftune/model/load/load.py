@@ -20,7 +20,7 @@ from halftune.model.files.locate import locate
 from halftune.model.load.checkpoint import Loading, check_complete, read
 from halftune.model.load.lazy_weights import LazyWeights
 from halftune.model.load.own_dtypes import mark_kept_by_code
-from halftune.model.load.quantised import compute_as_planned
+from halftune.model.load.quantised.formats import compute_as_planned
 from halftune.model.load.remote_code import accept_arguments_of_peft
 from halftune.model.load.runtime_buffers import compute_in_fp32
 from halftune.model.load.tower_attention import guard_towers

@@ -22,7 +22,7 @@ from halftune.core.errors import ModelError
 from halftune.model.adapters import load_adapter
 from halftune.model.load.load import load_model
 from halftune.model.load.parts import adapted_towers, release
-from halftune.model.load.quantised import prepare_merge
+from halftune.model.load.quantised.formats import prepare_merge
 from halftune.plan import Plan
 from halftune.precision.dtypes import kept_names, stays_fp32, torch_dtype
 

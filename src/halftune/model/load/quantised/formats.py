@@ -16,7 +16,7 @@ from halftune.core.log import get_logger
 from halftune.core.optional import need
 from halftune.model.files.architectures import no_progress_bars, read_config
 from halftune.model.load.own_dtypes import kept_by_class
-from halftune.model.load.packed_int4 import unpacked
+from halftune.model.load.quantised.packed_int4 import unpacked
 from halftune.plan import Plan
 from halftune.precision.dtypes import torch_dtype
 
@@ -110,7 +110,7 @@ def prepare_merge(model: PreTrainedModel, plan: Plan) -> None:
     with no_progress_bars():
         model.dequantize(dtype=torch.float32)
     if plan.weights.experts:
-        from halftune.model.load.quantised_experts import dequantise  # imports bitsandbytes
+        from halftune.model.load.quantised.experts import dequantise  # imports bitsandbytes
 
         dequantise(model)
     model.float().requires_grad_(False)  # layers of the checkpoint that are not quantised keep their format otherwise
