@@ -28,7 +28,7 @@ from halftune.core.errors import ConfigError, DataError
 from halftune.core.log import get_logger
 from halftune.data.encode.offset_tokenizer import backend_json
 from halftune.data.encode.settings import Settings, settings_of
-from halftune.data.formats.conversation import BadRow
+from halftune.data.formats.conversation import TOO_LONG, BadRow
 from halftune.data.formats.detect import detect_for
 from halftune.data.order.split import TokenizedSplit, choose_rows, contents, efficiency, hold_out, weigh, without_copies
 from halftune.data.report import MERGE, Count, DataReport, SourceReport, histogram, nothing_left
@@ -238,7 +238,7 @@ def _warn(report: SourceReport, max_length: int) -> None:
     raised = f"raise data.max_length ({max_length})"
     for reason, count in report.dropped.items():
         remedy = "correct these rows to keep them"
-        if "max_length" in reason:
+        if reason.startswith(TOO_LONG):
             remedy = f"{raised}, or set data.overlong"
         elif reason == NO_SYSTEM:
             remedy = MERGE

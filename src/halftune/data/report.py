@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from halftune.core.errors import DataError
+from halftune.data.formats.conversation import TOO_LONG
 from halftune.data.order.split import Efficiency
 from halftune.data.templates.features import NO_SYSTEM
 
@@ -206,7 +207,7 @@ def nothing_left(name: str, dropped: Mapping[str, Count]) -> DataError:
     remedy = "correct the data or data.columns"
     if NO_SYSTEM in dropped:
         remedy = MERGE
-    if any("max_length" in reason for reason in dropped):
+    if any(reason.startswith(TOO_LONG) for reason in dropped):
         remedy = "raise data.max_length (in tokens, chat template included)"
     return DataError(f"no rows left to train on: {why}", where=name, remedy=remedy, code="data.nothing_left")
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from halftune.data.encode.offset_tokenizer import Encoded
 from halftune.data.encode.tokenize import Outcome, RowTokenizer
-from halftune.data.formats.conversation import Conversation, Prompt, Record, RowDropped
+from halftune.data.formats.conversation import TOO_LONG, Conversation, Prompt, Record, RowDropped
 from halftune.data.formats.fields import with_nulls
 from halftune.data.store import Example, Segment
 from halftune.data.templates.control_tokens import texts_of
@@ -75,7 +75,7 @@ class PromptTokenizer(RowTokenizer):
         (rendering,), (encoded,) = renderings, tokens
         outcome.characters, outcome.lost = len(rendering.text), encoded.lost
         if len(encoded.ids) > self._settings.max_length:
-            outcome.dropped = "longer than max_length: the prompt leaves no room for an answer"
+            outcome.dropped = f"{TOO_LONG}: the prompt leaves no room for an answer"
             return
         outcome.notes = rendering.notes
         unlabelled = np.zeros(len(encoded.ids), dtype=bool)

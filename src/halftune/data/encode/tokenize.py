@@ -16,6 +16,7 @@ from halftune.data.encode import truncate as overlong
 from halftune.data.encode.offset_tokenizer import Encoded, OffsetTokenizer
 from halftune.data.encode.settings import Settings
 from halftune.data.formats.conversation import (
+    TOO_LONG,
     BadRow,
     Conversation,
     Preference,
@@ -216,7 +217,7 @@ class RowTokenizer:
         if len(sample.ids) <= limit:
             return Segment(sample.ids, sample.trained, media)
         if media and self._settings.overlong == "truncate":
-            raise RowDropped(f"longer than max_length {limit}; rows with images are not cut")
+            raise RowDropped(f"{TOO_LONG} {limit}; rows with images are not cut")
         if self._settings.overlong not in ("drop", "error"):
             keep, done = overlong.cut(self._settings.overlong, sample, limit)
             if not all(keep[start:end].all() for start, end in sample.whole):
@@ -225,7 +226,7 @@ class RowTokenizer:
             outcome.answers_lost += sum(turn.trained and not keep[turn.start] for turn in sample.turns)
             return Segment(sample.ids[keep], sample.trained[keep], media)
         if self._settings.overlong == "drop":
-            raise RowDropped(f"longer than max_length {limit}")
+            raise RowDropped(f"{TOO_LONG} {limit}")
         what = f"{len(sample.ids)} tokens exceed data.max_length ({limit})"
         remedy = "raise data.max_length, or set data.overlong to truncate or drop"
         raise BadRow(index, what, remedy, "data.sample_too_long")

@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from halftune.data.formats.conversation import RowDropped
+from halftune.data.formats.conversation import TOO_LONG, RowDropped
 from halftune.data.store import Segment, TokenTurn, WholeSample
 
 TAIL = "turns after the last answer dropped"
@@ -27,7 +27,7 @@ CUT = "answer truncated, without its end-of-turn token"
 END = "end of the row cut off"
 IN_PROPORTION = "question and answer truncated in proportion"
 LEFT_OUT = "exchanges left out"
-SPLIT = "longer than max_length, and the cut would split an image or a sound"
+SPLIT = f"{TOO_LONG}, and the cut would split an image or a sound"
 MIN_ANSWER = 8  # minimum tokens of a truncated answer
 
 Range = tuple[int, int]
@@ -53,7 +53,7 @@ def truncate(sample: WholeSample, limit: int) -> tuple[np.ndarray, tuple[str, ..
     """
     trained = [index for index, turn in enumerate(sample.turns) if turn.trained]
     if not trained:
-        raise RowDropped("longer than max_length, without a trained answer")
+        raise RowDropped(f"{TOO_LONG}, without a trained answer")
     floor = min(64, limit // 8)
     for ranges, done in _candidates(sample, trained):
         keep = _mask(sample, ranges)
@@ -67,7 +67,7 @@ def keep_start(sample: WholeSample, limit: int) -> tuple[np.ndarray, tuple[str, 
     """Keep the first ``limit`` tokens; arguments, result and errors are those of ``truncate``."""
     keep = np.arange(len(sample.ids)) < limit
     if not sample.trained[1:limit].any():
-        raise RowDropped("longer than max_length, and no trained token is left")
+        raise RowDropped(f"{TOO_LONG}, and no trained token is left")
     return keep, (END,)
 
 
@@ -148,7 +148,7 @@ def _cut_answer(sample: WholeSample, chosen: int, limit: int) -> tuple[np.ndarra
             prompt, done = int(room.sum()), (SHORTENED, *done)
     cut = _whole_character(sample, turn.start, turn.start + min(max(limit - prompt, 0), turn.end - turn.start - 1))
     if cut - turn.start < min(MIN_ANSWER, turn.end - turn.start - 1) or cut <= turn.start:
-        raise RowDropped("longer than max_length: the prompt leaves no room for the answer")
+        raise RowDropped(f"{TOO_LONG}: the prompt leaves no room for the answer")
     keep[cut:] = False
     return keep, done
 
@@ -195,7 +195,7 @@ def in_proportion(sample: WholeSample, limit: int) -> tuple[np.ndarray, tuple[st
         if question + answer < last - first:
             done[IN_PROPORTION] = None
     if not (keep & sample.trained).any():
-        raise RowDropped("longer than max_length, and no trained answer is left")
+        raise RowDropped(f"{TOO_LONG}, and no trained answer is left")
     return keep, tuple(done)
 
 
@@ -220,7 +220,7 @@ def answers_in_proportion(samples: Sequence[WholeSample], limit: int) -> tuple[l
         at = np.arange(len(sample.ids))
         keep.append((at < min(question, start)) | ((at >= start) & (at < min(end, start + answer))))
         if not (keep[-1] & sample.trained).any():
-            raise RowDropped("longer than max_length, and no trained answer is left")
+            raise RowDropped(f"{TOO_LONG}, and no trained answer is left")
     return keep, (IN_PROPORTION,)
 
 

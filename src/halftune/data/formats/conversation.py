@@ -9,6 +9,7 @@ from typing import Any
 from halftune.config.sections.method import RecordName
 from halftune.core.errors import DataError
 
+TOO_LONG = "longer than max_length"  # begins each reason to drop a row that `data.max_length` would keep
 DEVELOPER = "developer"  # key of a system message whose role is developer in the row
 
 
