@@ -20,7 +20,8 @@ from halftune.core.errors import TrainingError
 from halftune.core.manifest import seal
 from halftune.model.policy.policy import PolicyModel
 from halftune.train.callback import StepMetrics
-from halftune.train.loop.nonfinite import MAX_SKIPPED, NonFiniteWatch, check_finite, watch
+from halftune.train.loop.nonfinite import MAX_SKIPPED, NonFiniteWatch, check_finite
+from halftune.train.loop.watch import watch
 from halftune.train.state import TrainState
 
 Batch = dict[str, torch.Tensor]

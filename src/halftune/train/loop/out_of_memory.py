@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +22,32 @@ _PHRASES = ("can't allocate memory", "not enough memory", "out of memory", "ALLO
 
 class UpdateOutOfMemory(MemoryError):
     """Memory ran out in the optimizer's update: the step cannot be repeated."""
+
+
+@contextmanager
+def named_update() -> Iterator[None]:
+    """Inside ``with``, running out of memory is an ``UpdateOutOfMemory``."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        raise UpdateOutOfMemory(first_line(error)) from error
+
+
+@contextmanager
+def unrepeatable(run: TrainState, *, changed: bool) -> Iterator[None]:
+    """Inside ``with``, running out of memory ends the run if its step has ``changed`` the weights already.
+
+    Raises:
+        TrainingError: says what would save memory.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not changed or not out_of_memory(error):
+            raise
+        raise memory_error(run, error) from error
 
 
 def out_of_memory(error: BaseException) -> bool:

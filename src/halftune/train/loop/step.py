@@ -20,7 +20,7 @@ from halftune.optim.device_side import loss_scaling, scale_after, skipping
 from halftune.precision.dtypes import autocast
 from halftune.train.callback import Averages, StepMetrics
 from halftune.train.loop.nonfinite import check_finite
-from halftune.train.loop.out_of_memory import UpdateOutOfMemory, first_line, out_of_memory
+from halftune.train.loop.out_of_memory import named_update
 from halftune.train.parallel.processes import Readout, peak_memory_bytes, sum_over_processes, sum_tensor, wide
 from halftune.train.state import TrainState
 
@@ -94,6 +94,20 @@ def finish_step(run: TrainState, started: StartedStep) -> StepMetrics:
         NonFiniteStep: loss or gradient are not finite; the weights are as they were.
         UpdateOutOfMemory: memory ran out while the weights were updated.
     """
+    metrics, scaling = _read(run, started)
+    _check(run, metrics, started.batches)
+    updated = True
+    if scaling:
+        updated, after = scale_after(run.scaler, *scaling)
+        metrics.extra |= {"loss_scale": after, "skipped": float(not updated)}
+    if not run.late:
+        _update(run, last=started.last and updated)
+    metrics.memory_bytes = peak_memory_bytes(run.device)
+    return metrics
+
+
+def _read(run: TrainState, started: StartedStep) -> tuple[StepMetrics, list[float]]:
+    """The metrics of a step, and what its loss scaler measured, if it has one."""
     values, names = started.readout.read(), run.method.metrics
     scaling = [values.pop() for _ in range(3)][::-1] if run.scaler.is_enabled() else []
     norm, counts = values.pop(), started.counts
@@ -107,15 +121,7 @@ def finish_step(run: TrainState, started: StartedStep) -> StepMetrics:
     metrics = StepMetrics(
         total / (weight or 1.0), started.rate, norm, fed, real, trained, 0.0, 0, extra, weight=weight, averages=averages
     )
-    _check(run, metrics, started.batches)
-    updated = True
-    if scaling:
-        updated, after = scale_after(run.scaler, *scaling)
-        metrics.extra |= {"loss_scale": after, "skipped": float(not updated)}
-    if not run.late:
-        _update(run, last=started.last and updated)
-    metrics.memory_bytes = peak_memory_bytes(run.device)
-    return metrics
+    return metrics, scaling
 
 
 def asked(
@@ -175,7 +181,7 @@ def _update(run: TrainState, *, last: bool) -> None:
     Raises:
         UpdateOutOfMemory: memory ran out.
     """
-    try:
+    with named_update():
         if run.scaler.is_enabled():
             run.scaler.step(run.optimizer)
             run.scaler.update()
@@ -184,10 +190,6 @@ def _update(run: TrainState, *, last: bool) -> None:
                 run.optimizer.step()
         else:
             run.optimizer.step()
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        raise UpdateOutOfMemory(first_line(error)) from error
     if last:
         run.schedule.step()
     run.optimizer.zero_grad(set_to_none=True)

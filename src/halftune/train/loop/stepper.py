@@ -14,7 +14,7 @@ from halftune.data.batch import Batch
 from halftune.optim.device_side import can_skip
 from halftune.train.callback import StepMetrics
 from halftune.train.loop.nonfinite import NonFiniteStep
-from halftune.train.loop.out_of_memory import may_split, memory_error, out_of_memory, reset_step
+from halftune.train.loop.out_of_memory import may_split, reset_step, unrepeatable
 from halftune.train.loop.recovery import recover
 from halftune.train.loop.step import StartedStep, finish_step, start_step
 from halftune.train.numeric_environment import random_state, restore_random_state
@@ -130,13 +130,9 @@ def _updates(run: TrainState, batches: list[Batch]) -> StepMetrics:
     """
     found: list[StepMetrics] = []
     for left in reversed(range(run.method.updates)):
-        try:
+        with unrepeatable(run, changed=bool(found)):
             started = start_step(run, batches, last=not left)
             found.append(finish_step(run, started))
-        except (RuntimeError, MemoryError) as error:
-            if not found or not out_of_memory(error):
-                raise
-            raise memory_error(run, error) from error  # the step has changed the weights, and cannot be repeated
         batches = started.batches  # with the log-probabilities by the weights that sampled: the first update found them
     return _as_one(found)
 
