@@ -48,9 +48,10 @@ def convert(draft: Draft, folder: Path) -> None:
 
 def _method(draft: Draft) -> str:
     """Type of the method, whose keys are dealt with."""
-    if reinforcement.is_grpo(draft):
+    answers, taught = reinforcement.is_grpo(draft), reinforcement.is_gkd(draft)
+    if answers:
         reinforcement.of_trl(draft)
-    elif reinforcement.is_gkd(draft):
+    elif taught:
         reinforcement.of_gkd(draft)
     else:
         return preference.of_trl(draft) or "sft"
