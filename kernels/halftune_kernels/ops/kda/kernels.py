@@ -100,7 +100,7 @@ def solve(
     BK: tl.constexpr, BV: tl.constexpr, TK: tl.constexpr, TV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """T, W and U of one chunk and head."""
-    row, _, left = chunk_place(table, HV, HV, C)
+    row, _key, left = chunk_place(table, HV, HV, C)
     beta, v, ke, w, u, t = beta + row, v + row * V, ke + row * K, w + row * K, u + row * V, t + row * C
     store_inverse_of(t, a + row * C, beta, left, HV, C)
     bt, c = read_back(t, left, HV, C), tl.arange(0, C)
@@ -124,7 +124,7 @@ def square_gradients(
     HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dX, dV, E and F of one chunk and head, and the part <dX, V> of dbeta."""
-    row, _, left = chunk_place(table, HV, HV, C)
+    row, _key, left = chunk_place(table, HV, HV, C)
     c = tl.arange(0, C)
     live = c < left
     b = row_factor(beta, row + c * HV, live)[:, None]
