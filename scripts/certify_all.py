@@ -86,7 +86,7 @@ def certified(kind: str, folder: Path) -> dict[str, Any]:
     from halftune.config.sections.model import ModelSection
     from halftune.core.errors import HalftuneError
     from halftune.hardware.catalogue import lookup
-    from halftune.model.architectures import own_architectures
+    from halftune.model.files.architectures import own_architectures
     from halftune.train.callbacks.loss_plot import LossPlot
 
     torch.set_num_threads(1)

@@ -1,10 +1,10 @@
-"""Print the numbers of the code base: lines, modules of a run, complexity, call chain, duplicates, files per addition.
+"""Print the numbers of the code base: lines, circles, files, complexity, duplicates, additions, start-up, call chain.
 
 python scripts/code_numbers.py             all of them; the two-step runs take twenty CPU-seconds
 python scripts/code_numbers.py --static    without the runs
 
-Two runs count modules: the first prepares its data anew, the second finds it prepared. Calls are counted in every pass
-of the model in training, at the deepest one: the check of its head, which is a pass of two tokens, is one of them.
+Start-up and calls are counted up to the first forward pass of training, in a run that prepares its data and in one that
+finds it prepared.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from collections import Counter, defaultdict
 from functools import cache
 from itertools import combinations
 from pathlib import Path
+from typing import Any
+
+from networkx import DiGraph, strongly_connected_components
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOTS = ("src", "kernels", "webui")
@@ -30,25 +33,26 @@ BLOCK = 6  # code lines that are the same in two places
 BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.Assert, ast.match_case)
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
-# Trains two steps and prints the modules of halftune, and its frames above each call of the model.
+# Trains two steps; prints the CPU-seconds until the first forward pass of training, and halftune's frames above it.
 RUN = """
-import json, sys
+import json, sys, time
 from traceback import walk_stack
+from torch import is_grad_enabled
 from torch.nn.modules.module import register_module_forward_pre_hook
 from halftune.cli import train_main
 
-chain = []
+found = {}
 
 def look(module, _):
-    if type(module).__name__.endswith("ForCausalLM"):
+    if not found and module.training and is_grad_enabled() and type(module).__name__.endswith("ForCausalLM"):
         names = [f"{frame.f_globals.get('__name__')}:{frame.f_code.co_name}" for frame, _ in walk_stack(None)]
-        chain[:] = max(chain, [name for name in names[::-1] if name.startswith("halftune")], key=len)
+        chain = [name for name in names[::-1] if name.startswith("halftune")]
+        found.update(seconds=time.process_time(), chain=chain)
 
 register_module_forward_pre_hook(look)
 if code := train_main():
     sys.exit(code)
-modules = sorted(name for name in sys.modules if name.split(".")[0].startswith("halftune"))
-print(json.dumps({"modules": modules, "chain": chain}))
+print(json.dumps(found))
 """
 RECIPE = {
     "model": {"name_or_path": "builtin:qwen2-tiny"},
@@ -122,8 +126,13 @@ def duplicates() -> list[str]:
     return sorted(f"{a[0]}:{a[2]} ~ {b[0]}:{b[2]}" for a, b in first)
 
 
-def two_steps() -> tuple[dict[str, list[str]], ...]:
-    """Modules that a two-step run imports, and the longest chain of calls from the CLI to the model's forward.
+def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import each other in a circle, at the top of a file or inside a function."""
+    return [sorted(group) for group in strongly_connected_components(DiGraph(arrows)) if len(group) > 1]
+
+
+def two_steps() -> tuple[dict[str, Any], ...]:
+    """``seconds`` of CPU time and ``chain`` of calls from the CLI to the first forward pass of training.
 
     Returns:
         of a run that prepares its data, and of one that finds it prepared.
@@ -147,16 +156,19 @@ def main() -> None:
     print(f"{'src + kernels + webui':24}{product:8,} code lines")
     print(f"complexity over {COMPLEX}: {over} of {functions} functions ({over / functions:.1%})")
     print(f"duplicates of {BLOCK} lines: {len(twice)}", *twice, sep="\n  ")
-    sys.path.insert(0, str(ROOT / "tests" / "end_to_end"))
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "end_to_end")]
     from additions import ADDITIONS
+    from test_floors import arrows
 
+    print(f"circles of imports: {len(circles(arrows()))}", *circles(arrows()), sep="\n  ")
+    most = Counter(path.parent.relative_to(ROOT) for path in files(*ROOTS))
+    print(f"files per folder: {sum(most.values()) / len(most):.1f}, most", most.most_common(3)[0][1])
+    print(*(f"{count:4} {folder}" for folder, count in most.most_common(8)), sep="\n")
     print("\n".join(f"files for a new {one.what}: {len(one.files)}" for one in ADDITIONS))
     if not static:
         anew, found = two_steps()
-        print(
-            f"modules that two steps import: {len(found['modules'])}, {len(anew['modules'])} where it prepares its data"
-        )
-        print(f"calls from the CLI to the model: {len(found['chain'])}", *found["chain"], sep="\n  ")
+        print(f"start-up: {found['seconds']:.2f} CPU-seconds, {anew['seconds']:.2f} where it prepares its data")
+        print(f"calls from the CLI to the forward pass: {len(found['chain'])}", *found["chain"], sep="\n  ")
 
 
 if __name__ == "__main__":

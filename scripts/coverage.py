@@ -10,8 +10,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from halftune.config.convert.convert import Converted, convert_file
 from halftune.config.load import read_draft
+from halftune.convert.convert import Converted, convert_file
 from halftune.core.errors import ConfigError
 
 SHOWN = 25  # keys in each list

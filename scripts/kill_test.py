@@ -45,12 +45,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 from harness import fork_ranks, no_plots, planned, read_lines
 from kill_cases import LENGTH, Tree, alone, of_methods, shared, write_data
 
-from halftune.cli.train import checked
+from halftune.cli.verbs.train import checked
 from halftune.core import log
 from halftune.core.errors import HalftuneError
-from halftune.train import stepper, trainer
-from halftune.train.checkpoint_list import folders, newest_valid, step_of
+from halftune.train import trainer
+from halftune.train.loop import stepper
 from halftune.train.rollouts.sampling import Sampling
+from halftune.train.run_folder.checkpoints import folders, newest_valid, step_of
 from halftune.train.state import TrainState
 
 UNEQUAL = {"seconds", "eval_seconds", "time", "memory_bytes"}  # of a line of metrics: differ from run to run

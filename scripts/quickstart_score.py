@@ -12,7 +12,7 @@ import json
 import subprocess
 import sys
 
-from halftune.data.builtin.number_formats import questions
+from halftune.data.sources.builtin.number_formats import questions
 
 
 def wrong_answers(run: str, asked: list[dict[str, str]], base: bool = False) -> list[tuple[str, str]]:

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from halftune.config.facts.of_recipe import model_facts
 from halftune.config.load import load_config
+from halftune.config.recipe_facts import model_facts
 from halftune.config.recipes import described, find, recipes
 from halftune.core.errors import HalftuneError
 from halftune.hardware.catalogue import lookup

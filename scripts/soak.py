@@ -28,7 +28,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import psutil
 import yaml
 
-from halftune.train.checkpoint_list import find_damage, folders, step_of
+from halftune.train.run_folder.checkpoints import find_damage, folders, step_of
 
 
 def watch(folder: Path, ready: Event, met: Event, stop: Event, verdict: Path) -> None:

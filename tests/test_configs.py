@@ -12,9 +12,9 @@ import yaml
 
 from halftune.cli import run_verb
 from halftune.config.facts.model import read_model_facts
-from halftune.config.facts.of_recipe import model_facts
 from halftune.config.facts.published import published_config
 from halftune.config.load import load_config
+from halftune.config.recipe_facts import model_facts
 from halftune.config.recipes import beside, described, find, recipes
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import PlanError

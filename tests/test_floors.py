@@ -1,9 +1,11 @@
-"""The house keeps its floors: a module imports only from floors below its own, or from its own room."""
+"""The layers hold: a module imports only from layers below its own, or from its own package; no circle anywhere."""
 
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ FLOORS: dict[str, int] = {
     "halftune_kernels": 0,
     "halftune.core": 1,
     "halftune.config": 2,
+    "halftune.convert": 3,
     "halftune.hardware": 3,
     "halftune.precision": 4,
     "halftune.attention": 4,
@@ -37,6 +40,7 @@ FLOORS: dict[str, int] = {
 ENTRY_POINTS = {"halftune", "halftune.__main__"}  # the version, and `python -m halftune`
 TORCH_FREE = ("halftune.core", "halftune.config", "halftune.hardware", "halftune.plan", "halftune.cli")
 HEAVY = {"torch", "transformers", "accelerate", "peft", "datasets", "gradio", "triton"}
+MOST_FILES = 19  # of a folder
 NO_PACKAGE = ("kernels", "webui", "configs", "scripts")
 
 
@@ -79,6 +83,48 @@ def imports_of(path: Path) -> list[tuple[int, str, bool]]:
     return found
 
 
+def for_types(path: Path) -> set[int]:
+    """Lines of the imports that only type checkers read."""
+    blocks = (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.If))
+    only = (node for node in blocks if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING")
+    return {line for node in only for line in range(node.lineno, node.body[-1].end_lineno + 1)}
+
+
+@cache
+def arrows() -> dict[str, set[str]]:
+    """Each module → the modules that it imports, at the top or inside a function."""
+    known = modules()
+    return {
+        module: {
+            target
+            for line, target, _ in imports_of(path)
+            if target in known and target != module and line not in for_types(path)
+        }
+        for module, path in known.items()
+    }
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """A circle of the graph; empty without one."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def parts_of(package: str) -> dict[str, set[str]]:
+    """The modules and sub-packages of a package, each one node, and what they import of one another."""
+    depth = package.count(".") + 2
+    graph: dict[str, set[str]] = defaultdict(set)
+    for module, targets in arrows().items():
+        if module.startswith(f"{package}."):
+            part = ".".join(module.split(".")[:depth])
+            below = {".".join(one.split(".")[:depth]) for one in targets if one.startswith(f"{package}.")}
+            graph[part] |= below - {part}
+    return graph
+
+
 @pytest.mark.parametrize("module", sorted(modules()))
 def test_module_imports_only_from_below(module: str) -> None:
     known = modules()
@@ -95,6 +141,22 @@ def test_module_imports_only_from_below(module: str) -> None:
         if other != room and FLOORS[other] >= FLOORS[room]:
             wrong.append(f"line {line}: {target} (floor {FLOORS[other]})")
     assert not wrong, f"{module} (floor {FLOORS[room]}) imports upwards or sideways: {wrong}"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert not circle(arrows())
+
+
+@pytest.mark.parametrize("package", sorted(name for name, path in modules().items() if path.name == "__init__.py"))
+def test_a_reader_walks_through_a_package_in_one_direction(package: str) -> None:
+    assert not circle(parts_of(package)), "its parts import each other"
+
+
+@pytest.mark.parametrize("package", sorted(name for name, path in modules().items() if path.name == "__init__.py"))
+def test_a_package_can_be_surveyed(package: str) -> None:
+    path = modules()[package]
+    assert ast.get_docstring(tree_of(path)), f"{path}: say what comes in, what goes out, who may import it"
+    assert len(list(path.parent.glob("*.py"))) <= MOST_FILES, f"{path.parent}: group its files"
 
 
 @pytest.mark.parametrize("module", [name for name in sorted(modules()) if name.startswith(TORCH_FREE)])

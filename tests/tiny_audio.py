@@ -13,7 +13,7 @@ from tiny_images import _CHATML, _TEXT, _trained, image_model
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast, Qwen2AudioConfig, Qwen2AudioForConditionalGeneration
 
-from halftune.model.architectures import no_progress_bars
+from halftune.model.files.architectures import no_progress_bars
 
 EXTRACTOR = {
     "feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 16, "sampling_rate": 16_000,

@@ -12,7 +12,7 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
-from halftune.model.architectures import no_progress_bars
+from halftune.model.files.architectures import no_progress_bars
 
 _QWEN_IMAGES = {
     "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "merge_size": 2, "temporal_patch_size": 2,

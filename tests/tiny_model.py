@@ -14,8 +14,8 @@ from halftune.config.builtin_models import BUILTIN_MODELS
 from halftune.config.sections.model import ModelSection
 from halftune.core.choice import Choice
 from halftune.data.batch import Batch
-from halftune.model.architectures import no_progress_bars
-from halftune.model.policy import PolicyModel
+from halftune.model.files.architectures import no_progress_bars
+from halftune.model.policy.policy import PolicyModel
 from halftune.plan import BatchPlan, MemoryPlan, Plan
 from halftune.precision import PrecisionPlan
 
@@ -113,11 +113,11 @@ def finished_run(
     from halftune.config.load import load_config
     from halftune.hardware.catalogue import lookup
     from halftune.model.adapters import attach_adapter
-    from halftune.model.identity import model_identity
-    from halftune.model.load import load_model
-    from halftune.model.result import BASE, write_finished
-    from halftune.model.save import save_final
-    from halftune.model.tokenizer import load_tokenizer
+    from halftune.model.files.identity import model_identity
+    from halftune.model.files.result import BASE, write_finished
+    from halftune.model.load.load import load_model
+    from halftune.model.result.save import save_final
+    from halftune.model.tokenizer.tokenizer import load_tokenizer
     from halftune.plan import resolve
 
     folder.mkdir(parents=True)

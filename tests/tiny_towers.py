@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConf
 
 from halftune.certify.small_model import default_config, small_config
 from halftune.config.builtin_models import BUILTIN_MODELS
-from halftune.model.architectures import no_progress_bars
+from halftune.model.files.architectures import no_progress_bars
 
 VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 _LLAMA = {**BUILTIN_MODELS["llama-tiny"], **SIZES["llama-tiny"], "vocab_size": 256}

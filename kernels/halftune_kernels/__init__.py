@@ -14,12 +14,8 @@ if TYPE_CHECKING:
     from halftune_kernels.ops.gated_rms_norm import gated_rms_norm
     from halftune_kernels.ops.kda import kda, kda_step
     from halftune_kernels.ops.rwkv7 import rwkv7, rwkv7_step
-    from halftune_kernels.ops.ssd import (
-        mamba2_chunk_scan,
-        mamba2_selective_state_update,
-        simple_decay,
-        simple_decay_step,
-    )
+    from halftune_kernels.ops.ssd import simple_decay, simple_decay_step
+    from halftune_kernels.ops.ssd.mamba2 import mamba2_chunk_scan, mamba2_selective_state_update
 
 __all__ = [
     "causal_conv1d_fn",
@@ -42,8 +38,8 @@ _FOLDERS = {
     "causal_conv1d_update": "causal_conv1d",
     "gated_delta_rule_step": "gated_delta_rule",
     "kda_step": "kda",
-    "mamba2_chunk_scan": "ssd",
-    "mamba2_selective_state_update": "ssd",
+    "mamba2_chunk_scan": "ssd.mamba2",
+    "mamba2_selective_state_update": "ssd.mamba2",
     "rwkv7_step": "rwkv7",
     "simple_decay": "ssd",
     "simple_decay_step": "ssd",

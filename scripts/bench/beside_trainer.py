@@ -30,7 +30,7 @@ OURS, PLAIN = "halftune", "Trainer + peft"
 
 def documents() -> list[dict[str, str]]:
     """Documents of very different lengths: the first part is the question, the rest the answer."""
-    from halftune.data.builtin import builtin_rows
+    from halftune.data.sources.builtin import builtin_rows
 
     rows, taken = [], 0
     for one in builtin_rows("stdlib-text").rows:
@@ -129,9 +129,9 @@ def plain(file: Path, steps: int) -> dict[str, Any]:
 def packed_rows(file: Path) -> list[dict[str, list[int]]]:
     """Rows of token ids, labels and position ids, as halftune packs them."""
     from halftune.config.load import load_config
-    from halftune.data.order import epoch_rows
+    from halftune.data.order.epoch import epoch_rows
     from halftune.data.pipeline import prepare
-    from halftune.model.tokenizer import load_tokenizer
+    from halftune.model.tokenizer.tokenizer import load_tokenizer
 
     run = load_config(file).run
     split = prepare(run, load_tokenizer(run.model)).train

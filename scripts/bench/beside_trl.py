@@ -42,7 +42,7 @@ MODELS: dict[str, dict[str, int]] = {
 
 def prepare(folder: Path, method: str, size: str, vocabulary: int, count: int) -> None:
     """Writes ``model``, the teacher where there is one, and ``rows.jsonl``."""
-    from halftune.data.builtin import builtin_rows
+    from halftune.data.sources.builtin import builtin_rows
 
     texts = [one["text"] for one in builtin_rows("stdlib-text").rows if len(one["text"]) >= 2 * CHARACTERS]
     rows = []

@@ -21,8 +21,8 @@ from harness import clock, head, in_turn, planned, ratio, row
 from halftune.data.batch import Batch
 from halftune.hardware.probe import probe
 from halftune.model.adapters import attach_adapter
-from halftune.model.load import load_model
-from halftune.model.policy import PolicyModel
+from halftune.model.load.load import load_model
+from halftune.model.policy.policy import PolicyModel
 from halftune.optim import make_optimizer
 from halftune.precision.dtypes import autocast
 

@@ -87,7 +87,7 @@ def _config(path: str, kind: str) -> Any:
 
 def _tokenizer() -> Any:
     from halftune.config.sections.model import ModelSection
-    from halftune.model.tokenizer import load_tokenizer
+    from halftune.model.tokenizer.tokenizer import load_tokenizer
 
     return load_tokenizer(ModelSection(name_or_path=MODEL))
 
@@ -101,7 +101,7 @@ def make_model(path: str, kind: str) -> int:
 def prepare_rows(path: str, kind: str) -> int:
     """Reads, tokenises, counts and packs the rows; from the cache where it holds them. Makes the first batch."""
     from halftune.data.batch import collate
-    from halftune.data.order import epoch_rows, packed_batches
+    from halftune.data.order.epoch import epoch_rows, packed_batches
     from halftune.data.pipeline import prepare
 
     config, tokenizer = _config(path, kind), _tokenizer()
@@ -117,7 +117,7 @@ def prepare_rows(path: str, kind: str) -> int:
 def read_rows(path: str, kind: str) -> int:
     """Reads the rows, once."""
     from halftune.config.sections.data import SourceSection
-    from halftune.data.sources import open_source
+    from halftune.data.sources.source import open_source
 
     began = harness.clock()
     rows = open_source(SourceSection(path=path)).read()

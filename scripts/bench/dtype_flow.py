@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from halftune.core.errors import HalftuneError
 from halftune.doctor import trace_model
-from halftune.model import without_weights
+from halftune.model.meta import model as without_weights
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 128, "pad_token_id": 0}
 SIZES |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -28,8 +28,8 @@ DOCS = ROOT / "docs" / "measurements"
 
 def planned(tree: Mapping[str, Any], file: Path, hardware: str = "", processes: int = 1) -> tuple[Any, Any]:
     """Writes a recipe to ``file``; the loaded configuration, and its plan for a catalogued machine or this one."""
-    from halftune.config.facts.of_recipe import run_facts
     from halftune.config.load import load_config
+    from halftune.config.recipe_facts import run_facts
     from halftune.hardware.catalogue import lookup
     from halftune.hardware.probe import probe
     from halftune.plan import resolve
@@ -47,8 +47,8 @@ def tiny_model(folder: Path, **changes: Any) -> None:
 
     from halftune.config.builtin_models import BUILTIN_MODELS
     from halftune.config.sections.model import ModelSection
-    from halftune.model.architectures import no_progress_bars
-    from halftune.model.tokenizer import load_tokenizer
+    from halftune.model.files.architectures import no_progress_bars
+    from halftune.model.tokenizer.tokenizer import load_tokenizer
 
     with no_progress_bars():
         torch.manual_seed(0)

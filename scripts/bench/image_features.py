@@ -37,8 +37,8 @@ def write_model(folder: Path, tower: dict[str, Any]) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    from halftune.model.architectures import no_progress_bars
-    from halftune.model.builtin import materialize
+    from halftune.model.files.architectures import no_progress_bars
+    from halftune.model.files.builtin import materialize
 
     shutil.copytree(materialize("qwen2_5_vl-tiny"), folder)
     if not tower:
@@ -59,7 +59,7 @@ def write_pictures(folder: Path, side: int, count: int) -> None:
 
     from PIL import Image
 
-    from halftune.data.builtin.patterns import rows
+    from halftune.data.sources.builtin.patterns import rows
 
     made = []
     for number, one in enumerate(rows(count, seed=0)):

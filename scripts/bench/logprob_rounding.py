@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from halftune.data.batch import Batch
-from halftune.model.policy import PolicyModel
+from halftune.model.policy.policy import PolicyModel
 
 VOCABULARIES, LENGTHS, ROWS, SPREAD = (4_096, 152_000), (64, 512, 2_048), 256, 3.0
 

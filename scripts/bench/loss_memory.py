@@ -17,7 +17,7 @@ import torch
 from harness import case, clock, fresh, head, row
 from torch.nn import functional as F
 
-from halftune.model.head import cross_entropy_sum
+from halftune.model.policy.cross_entropy import cross_entropy_sum
 from halftune_kernels.ops.linear_cross_entropy import linear_cross_entropy_sum
 
 WAYS = {

@@ -38,7 +38,7 @@ def write_wide(folder: Path) -> None:
     """The builtin Qwen3.5 in other sizes, with fresh weights."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    from halftune.model.builtin import materialize
+    from halftune.model.files.builtin import materialize
 
     config = AutoConfig.from_pretrained(materialize("qwen3_5-tiny"))
     config.update(WIDE)

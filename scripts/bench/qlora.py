@@ -104,7 +104,7 @@ def resumed(folder: Path, words: list[str], output: str) -> bool:
 def merged(folder: Path, output: str) -> str:
     """What ``halftune export`` says of the merge: its error relative to the unmerged model."""
     from halftune.export.merged import export_run
-    from halftune.model.completed_run import open_run
+    from halftune.model.result.completed_run import open_run
 
     with chdir(folder):  # paths of the run are relative
         done = export_run(open_run(output), Path(f"{output}-merged")).merge

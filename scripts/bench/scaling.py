@@ -28,10 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from halftune.train import setup
-from halftune.train.folder import RunFolder
+from halftune.train.loop.step import finish_step, start_step
 from halftune.train.parallel import make_strategy
-from halftune.train.processes import make_accelerator
-from halftune.train.step import finish_step, start_step
+from halftune.train.parallel.processes import make_accelerator
+from halftune.train.run_folder.folder import RunFolder
 from halftune.train.trainer import train
 
 ROWS, LENGTH, STEPS = 12, 128, 3

@@ -17,7 +17,7 @@ from pathlib import Path
 from halftune.core.status import NAME, StatusFile
 from halftune_webui.labels import load_words
 from halftune_webui.runs.controller import RunsController, View, refresh
-from halftune_webui.runs.metrics import Metrics
+from halftune_webui.runs.view.metrics import Metrics
 from halftune_webui.settings import Settings
 
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from halftune.cli.train import checked, in_order
+from halftune.cli.verbs.train import checked, in_order
 from halftune.config import load as loading
-from halftune.config.facts.of_recipe import model_facts
 from halftune.config.load import LoadedConfig
+from halftune.config.recipe_facts import model_facts
 from halftune.core.atomic import write_text
 from halftune.core.errors import ConfigError, HalftuneError
 from halftune.core.files import cache_dir
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import pandas
 
     from halftune.infer.session import ChatSession
-    from halftune.train.callbacks.base import Callback
+    from halftune.train.callback import Callback
 
 __all__ = ["HalftuneError", "Plan", "Result", "load_config", "open_result", "plan", "train"]
 
@@ -91,7 +91,7 @@ def train(config: LoadedConfig | Recipe, *, callbacks: Sequence[Callback] = (), 
 
     Args:
         config: from :func:`load_config`, or what it takes.
-        callbacks: objects of your subclasses of ``halftune.train.callbacks.base.Callback``, called after the built-in
+        callbacks: objects of your subclasses of ``halftune.train.callback.Callback``, called after the built-in
             ones.
         show_plan: whether to print the plan first.
 
@@ -116,7 +116,7 @@ def open_result(folder: str | os.PathLike[str]) -> Result:
     Raises:
         HalftuneError: there is none.
     """
-    from halftune.model.completed_run import open_run
+    from halftune.model.result.completed_run import open_run
 
     return Result(open_run(str(folder)).folder.absolute())
 
@@ -151,7 +151,7 @@ class Result:
             HalftuneError: this machine cannot run it, or it is a reward model.
         """
         from halftune.infer.session import open_session
-        from halftune.model.completed_run import open_run
+        from halftune.model.result.completed_run import open_run
 
         if self._session is None:
             self._session = open_session(open_run(str(self.folder)))
@@ -175,7 +175,7 @@ class Result:
             HalftuneError: the merged model's logits differ, or the folder cannot be written.
         """
         from halftune.export.merged import export_run
-        from halftune.model.completed_run import open_run
+        from halftune.model.result.completed_run import open_run
 
         return export_run(open_run(str(self.folder)), Path(output), dtype, force=force).folder
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from halftune import api
-from halftune.train.callbacks.base import Callback
+from halftune.train.callback import Callback
 from halftune.train.callbacks.loss_plot import LossPlot
 
 ROWS = [{"prompt": f"What is {n} and {n}?", "completion": f"It is {2 * n}", "answer": str(2 * n)} for n in range(12)]

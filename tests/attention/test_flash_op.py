@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from halftune.attention.contract import Call, Operand, violations
 from halftune.attention.flash import FlashAttention, torch_varlen
 from halftune.attention.flash_op import flash_varlen, flash_varlen_backward
-from halftune.attention.varlen import segment_attention
+from halftune.attention.segments import segment_attention
 
 LENGTHS = (5, 1, 9, 9)
 CALLS: list[str] = []

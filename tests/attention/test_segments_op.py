@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from halftune.attention.segments import segment_attention
 from halftune.attention.segments_op import segments
-from halftune.attention.varlen import segment_attention
 
 CU = torch.tensor([0, 5, 6, 24], dtype=torch.int32)
 

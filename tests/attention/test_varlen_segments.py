@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 
-from halftune.attention.varlen import band_mask, segment_attention
+from halftune.attention.segments import band_mask, segment_attention
 from halftune.core.errors import ModelError
 
 LENGTHS = [7, 1, 300, 33]
@@ -133,7 +133,7 @@ def test_any_square_of_a_band_mask_is_a_shorter_mask() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("blocks", [False, True])
 def test_matches_each_sample_alone_to_the_bit(dtype: torch.dtype, blocks: bool, monkeypatch) -> None:
-    monkeypatch.setattr("halftune.attention.varlen._MEAN_IN_BLOCKS", 0 if blocks else TOTAL)
+    monkeypatch.setattr("halftune.attention.segments._MEAN_IN_BLOCKS", 0 if blocks else TOTAL)
     q, k, v = operands(dtype=dtype)
     out = segment_attention(nn.Identity(), q, k, v, bounds())
     start = 0

@@ -24,7 +24,7 @@ from halftune.cli import main
 from halftune.config.facts.model import facts_from_config, read_model_facts
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ConfigError, PlanError
-from halftune.core.process import Process
+from halftune.core.processes.process import Process
 
 TINY = ModelSection(name_or_path="builtin:qwen2-tiny")
 

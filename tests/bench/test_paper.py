@@ -20,8 +20,8 @@ from halftune.bench.paper.kinds import ACTIVATION, ATTENTION, GEMM, HEAD, KINDS,
 from halftune.bench.paper.recorder import Launch, Recorder, Sync
 from halftune.bench.paper.report import profile
 from halftune.bench.paper.timeline import timeline
-from halftune.config.facts.of_recipe import run_facts
 from halftune.config.load import load_config
+from halftune.config.recipe_facts import run_facts
 from halftune.core.errors import ConfigError, HalftuneError, PlanError
 from halftune.hardware.catalogue import lookup
 from halftune.hardware.roofline import HOST_CALL, HOST_LAUNCH, HOST_SYNC, ROOFLINES, Roofline, roofline_of
@@ -367,7 +367,7 @@ def test_what_cannot_be_predicted_is_refused(machine: str, keys: dict[str, Any],
 def test_options_that_do_not_belong_together(tmp_path: Path) -> None:
     import argparse
 
-    from halftune.cli.bench import add_arguments, run  # the verb without its parser's exit
+    from halftune.cli.verbs.bench import add_arguments, run  # the verb without its parser's exit
 
     parser = argparse.ArgumentParser()
     add_arguments(parser)

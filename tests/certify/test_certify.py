@@ -20,7 +20,7 @@ from halftune.certify.workbench import TOKENIZER, Workbench
 from halftune.cli import main
 from halftune.config.sections.model import ModelSection
 from halftune.hardware.catalogue import lookup
-from halftune.model.locate import locate
+from halftune.model.files.locate import locate
 from halftune.train.callbacks.loss_plot import LossPlot
 
 pytestmark = pytest.mark.usefixtures("own_module_cache")

@@ -17,8 +17,8 @@ from halftune.certify.tokenizer import check_tokenizer
 from halftune.certify.workbench import Workbench
 from halftune.config.facts.model import read_model_facts
 from halftune.config.sections.model import ModelSection
-from halftune.data.template_features import SPLIT
-from halftune.model.locate import locate
+from halftune.data.templates.features import SPLIT
+from halftune.model.files.locate import locate
 
 SOURCE = "builtin:qwen2-tiny"
 KINDS = list(dict.fromkeys(kind for kind, _ in conversations()))

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import yaml
 
+from halftune import convert
 from halftune.cli import main
-from halftune.config import convert
-from halftune.config.convert import names as convert_names
-from halftune.config.convert.convert import convert_file, report
-from halftune.config.convert.draft import Note
 from halftune.config.load import load_config
 from halftune.config.optimizers import OPTIMIZERS
 from halftune.config.prompts import find_prompt
 from halftune.config.run import RunConfig
+from halftune.convert import optimizers as convert_optimizers
+from halftune.convert.convert import convert_file, report
+from halftune.convert.draft import Note
 from halftune.core.errors import ConfigError
 
 LLAMAFACTORY = """\
@@ -870,7 +870,7 @@ max_new_tokens: 128
 
 
 def test_optimizers_are_those_of_the_schema() -> None:
-    assert set(convert_names.OPTIMIZERS.values()) <= OPTIMIZERS.keys()
+    assert set(convert_optimizers.OPTIMIZERS.values()) <= OPTIMIZERS.keys()
 
 
 @pytest.mark.parametrize("name", ["adamw_torch_8bit", "adamw_torch_4bit"])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from halftune.config.shape import dotted, walk
+from halftune.config.shape import walk
+from halftune.config.tree import dotted
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "halftune"
 # The tag of a union decides the class of its section, which code may ask for with isinstance. Roles are read in a loop.

@@ -8,10 +8,10 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from halftune.config.convert.convert import CONVERTERS, convert_file
 from halftune.config.load import LoadedConfig, load_config
 from halftune.config.render import resolved_yaml
 from halftune.config.render.docs import explained_yaml
+from halftune.convert.convert import CONVERTERS, convert_file
 from halftune.core.errors import ConfigError
 
 TOKENS = (

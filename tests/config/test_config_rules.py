@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from halftune.config.load import LoadedConfig, check, load_config
+from halftune.config.load import LoadedConfig, load_config
+from halftune.config.rules.check import check
 from halftune.config.rules.files import DATA_ENDINGS
 from halftune.config.rules.rule import RULES, Context
 from halftune.core.errors import ConfigError
@@ -183,6 +184,8 @@ def test_rules_about_a_wrong_key_stay_silent(problems: Problems, recipe_text: st
     assert len(lines) == 1, "data.evall may have been the evaluation data"
     lines = problems(recipe_text, "precision=fp23", "attention=fa2")
     assert len(lines) == 1
+    lines = problems(recipe_text, "training.router_aux_loss_coef=modle", "model.name_or_path=./gone")
+    assert len(lines) == 2, "the word model is not the section"
 
 
 def test_every_rule_reads_keys_that_exist(load: Load) -> None:
@@ -197,7 +200,7 @@ def test_every_rule_reads_keys_that_exist(load: Load) -> None:
 
 
 def test_data_endings_are_those_that_are_read() -> None:
-    from halftune.data.files import READERS
+    from halftune.data.readers.files import READERS
 
     assert set(DATA_ENDINGS) == set(READERS)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from halftune.config.convert.audio import find_media
-from halftune.config.convert.convert import convert_file
+from halftune.convert.audio import find_media
+from halftune.convert.convert import convert_file
 
 AUDIO, OMNI = "Qwen/Qwen2-Audio-7B-Instruct", "Qwen/Qwen2.5-Omni-7B"
 LLAMA_FACTORY = {

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from halftune.config.convert.convert import convert_file
-from halftune.config.convert.images import find_family
+from halftune.convert.convert import convert_file
+from halftune.convert.images import find_family
 
 AXOLOTL = """
 base_model: Qwen/Qwen2.5-VL-7B-Instruct

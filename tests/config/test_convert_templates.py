@@ -10,9 +10,9 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from halftune.config.chat_templates import find_template
-from halftune.config.convert.draft import Draft
-from halftune.config.convert.templates import AXOLOTL, LLAMA_FACTORY, axolotl_template, llamafactory_template
-from halftune.model.named_templates import jinja_of
+from halftune.convert.draft import Draft
+from halftune.convert.templates import AXOLOTL, LLAMA_FACTORY, axolotl_template, llamafactory_template
+from halftune.model.tokenizer.named_templates import jinja_of
 
 CONVERSATION = [("system", " S "), ("user", " U "), ("assistant", " A "), ("user", "V"), ("assistant", "B")]
 AXOLOTL_TEXTS = {

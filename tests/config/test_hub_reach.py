@@ -136,7 +136,7 @@ def test_a_data_set_of_the_hub_is_looked_for_in_the_cache_alone(monkeypatch: pyt
         raise ConnectionError("not cached")
 
     datasets = SimpleNamespace(load_dataset=load_dataset, config=SimpleNamespace(HF_HUB_OFFLINE=False))
-    monkeypatch.setattr("halftune.data.hub.need", lambda *_, **__: datasets)
+    monkeypatch.setattr("halftune.data.sources.hub.need", lambda *_, **__: datasets)
     data = {"train": "builtin:python-docs", key: "org/no-such-set"}
     config = RunConfig.model_validate({
         "model": {"name_or_path": "builtin:qwen2-tiny"}, "data": data, "training": {"output_dir": "unused"},
@@ -158,7 +158,7 @@ def test_a_model_of_the_hub_is_refused_before_anything_heavy_is_imported(
     recipe = tmp_path / "r.yaml"
     recipe.write_text(f"model: {{name_or_path: org/none}}\ndata: {{train: builtin:python-docs}}\n"
                       f"training: {{output_dir: {tmp_path / 'out'}}}\n")  # fmt: skip
-    monkeypatch.setitem(sys.modules, "halftune.model.tokenizer", None)  # an import of it fails
+    monkeypatch.setitem(sys.modules, "halftune.model.tokenizer.tokenizer", None)  # an import of it fails
     with pytest.raises(SystemExit) as left:
         main([verb, "--config", str(recipe)])
     assert left.value.code == ModelError.exit_code

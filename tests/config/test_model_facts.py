@@ -17,7 +17,7 @@ from halftune.config.facts.architecture import Tensor
 from halftune.config.facts.model import facts_from_config, read_model_facts
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
-from halftune.model.architectures import own_architectures
+from halftune.model.files.architectures import own_architectures
 
 SMALL = {
     "hidden_size": 64,

@@ -16,9 +16,9 @@ import pytest
 from halftune import cli
 from halftune.core.error_codes import catalogue
 from halftune.core.errors import ConfigError, DataError, DtypeContractError, HalftuneError, TrainingError
-from halftune.core.failures import PeerLost
+from halftune.core.processes.failures import PeerLost
 from halftune.core.status import StatusFile, read_status, reported
-from halftune.train.interrupt import Interrupted
+from halftune.train.signals.interrupt import Interrupted
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = re.compile(r"[a-z]+(\.[a-z][a-z0-9_]*)")

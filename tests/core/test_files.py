@@ -25,15 +25,15 @@ from halftune.core.atomic import whole_folder, write_text
 from halftune.core.errors import ConfigError, DataError, ModelError, TrainingError
 from halftune.core.files import open_file, open_input, read_limited
 from halftune.core.log import log_to
+from halftune.core.processes.time_limit import Limits, OutOfTime, within
 from halftune.core.status import StatusFile
-from halftune.core.time_limit import Limits, OutOfTime, within
-from halftune.data.files import read_file
-from halftune.model.tokenizer import excess
+from halftune.data.readers.files import read_file
+from halftune.model.tokenizer.tokenizer import excess
 from halftune.train.callbacks import samples
 from halftune.train.callbacks.environment import git_state
-from halftune.train.lock import locked
 from halftune.train.report.series import read as read_record
-from halftune.train.same_run import recorded
+from halftune.train.run_folder.lock import locked
+from halftune.train.run_folder.same_run import recorded
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def test_python_that_does_not_end_is_interrupted() -> None:
 
 
 LIMITED = f"""
-from halftune.core.time_limit import Limits
+from halftune.core.processes.time_limit import Limits
 
 try:
     with Limits({LIMIT}, 1 << 28):

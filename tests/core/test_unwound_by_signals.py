@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from halftune.core.signals import unwound_by_signals
+from halftune.core.processes.signals import unwound_by_signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -7,10 +7,10 @@ import json
 import pytest
 
 from halftune.core.errors import DataError
-from halftune.data.conversation import RowDropped, RowError
 from halftune.data.formats import FORMATS, load_format
-from halftune.data.omitted_text import NO_TOOLS
+from halftune.data.formats.conversation import RowDropped, RowError
 from halftune.data.pipeline import prepare
+from halftune.data.templates.omitted_text import NO_TOOLS
 
 
 def read(name, row):

@@ -15,11 +15,11 @@ from patience import LIMIT
 
 from halftune.config.sections.data import SourceSection
 from halftune.core.errors import DataError
-from halftune.data import chat
-from halftune.data.chat import ChatTemplate, with_date
-from halftune.data.conversation import RowDropped
+from halftune.data.formats.conversation import RowDropped
 from halftune.data.pipeline import prepare
-from halftune.data.sources import open_source
+from halftune.data.sources.source import open_source
+from halftune.data.templates import render as chat
+from halftune.data.templates.render import ChatTemplate, with_date
 
 ROWS = [{"prompt": f"What is {number}?", "completion": f"It is {number}."} for number in range(8)]
 FRAME = (
@@ -174,9 +174,9 @@ READ_WITHIN_LIMITS = """
 import resource, sys
 from pathlib import Path
 from halftune.core.errors import DataError
-from halftune.data import columnar, files
+from halftune.data.readers import columnar, files, rows
 
-columnar._SLACK, files._SMALL = 1 << 28, 1 << 20
+columnar._SLACK, rows._SMALL = 1 << 28, 1 << 20
 before = resource.getrlimit(resource.RLIMIT_AS)
 try:
     files.read_file(Path(sys.argv[1]))
@@ -220,7 +220,7 @@ def test_parquet_in_several_groups_and_batches(tmp_path: Path, monkeypatch: pyte
     pyarrow = pytest.importorskip("pyarrow")
     import pyarrow.parquet as parquet
 
-    monkeypatch.setattr("halftune.data.columnar._BATCH", 3)
+    monkeypatch.setattr("halftune.data.readers.columnar._BATCH", 3)
     rows = [{"text": f"row {number}", "tags": [{"a": number, "b": None}]} for number in range(20)]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=7)
     assert read(tmp_path / "a.parquet") == [json.loads(json.dumps(row).replace(', "b": null', "")) for row in rows]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from halftune.core.errors import DataError
+from halftune.data.encode.tokenize import MERGED
 from halftune.data.pipeline import prepare
 from halftune.data.store import NO_LABEL
-from halftune.data.tokenize import MERGED
 
 ONE = [{"role": "user", "content": "What is two and two?"}, {"role": "assistant", "content": "The answer is four."}]
 TWO = [*ONE, {"role": "user", "content": "And in German?"}, {"role": "assistant", "content": "Zwei und zwei ist vier!"}]

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from halftune.data import store as stores
+from halftune.data.order.split import SHOWN, TokenizedSplit, contents
 from halftune.data.pipeline import prepare
-from halftune.data.split import SHOWN, TokenizedSplit
 from halftune.data.store import Example, Segment, StoreWriter, TokenStore, build_store, load_store
 
 GOOD = json.dumps({"prompt": "a", "completion": "b"})
@@ -104,7 +104,20 @@ def test_a_saved_store_is_the_same(store: TokenStore, tmp_path: Path) -> None:
     np.save(tmp_path / "origins.npy", store.origins[:1])
     with pytest.raises(ValueError, match="different lengths"):
         load_store(tmp_path)
-    assert {path.stem for path in tmp_path.glob("*.npy")} == {*stores._ARRAYS, stores._COLUMNS, *stores._MEDIA}
+    assert {path.stem for path in tmp_path.glob("*.npy")} == {*stores._MAPPED, *stores._READ}
+
+
+def test_rows_of_prompts_are_kept_and_tell_examples_apart(tmp_path: Path) -> None:
+    """The bytes that tell them apart are those which checkpoints of earlier versions have hashed."""
+    rows = [{"a": "é", "n": [1, None]}, None, {}, {"a": "é", "n": [2, None]}]
+    examples = [Example(EXAMPLES[0].segments, row=row) for row in rows]
+    writer = StoreWriter(tmp_path, FILES)
+    writer.append(examples[:1], ORIGINS[:1])
+    writer.append(examples[1:], [ORIGINS[0]] * 3)
+    for store in (build_store(examples, [ORIGINS[0]] * 4, FILES), writer.finish()):
+        assert [store.example(index).row for index in range(4)] == rows
+        assert [store.digests(index) for index in range(3)] == ['{"a": "é", "n": [1, null]}'.encode(), b"", b"{}"]
+        assert contents([store]).tolist() == [0, 1, 2, 3]
 
 
 def test_a_file_that_is_cut_under_the_run_is_said(tmp_path: Path) -> None:

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from halftune.core.errors import DataError
-from halftune.data import proportional
-from halftune.data.conversation import RowDropped
-from halftune.data.overlong import CUT, EARLIER, LATER, keep_start
+from halftune.data.encode.truncate import CUT, EARLIER, LATER, answers_in_proportion, in_proportion, keep_start
+from halftune.data.formats.conversation import RowDropped
 from halftune.data.pipeline import prepare
 from halftune.data.store import NO_LABEL, TokenTurn, WholeSample
 
@@ -218,7 +217,7 @@ def exchanges(*lengths, trained=None):
     ],
 )
 def test_proportional_cuts_are_those_of_llamafactory(lengths, trained, kept):
-    keep, done = proportional.truncate(exchanges(*lengths, trained=trained), 60)
+    keep, done = in_proportion(exchanges(*lengths, trained=trained), 60)
     expected = np.zeros(len(keep), dtype=bool)
     for start, end in kept:
         expected[start:end] = True
@@ -238,7 +237,7 @@ def test_proportional_cuts_are_those_of_llamafactory(lengths, trained, kept):
 def test_proportional_cuts_of_pairs_go_by_the_longer_answer(prompt, answers, question, answer):
     before = [(length, 0) for length in prompt[:-1]]
     samples = [exchanges(*before, (prompt[-1], one), trained={len(before)}) for one in answers]
-    keep, done = proportional.truncate_answers(samples, 60)
+    keep, done = answers_in_proportion(samples, 60)
     for kept, own in zip(keep, answers, strict=True):
         wanted = [index < question for index in range(sum(prompt))] + [index < answer for index in range(own)]
         assert kept.tolist() == wanted
@@ -259,7 +258,7 @@ def test_pairs_keep_one_prompt(tokenizer, make_config, write):
 
 def test_proportional_drops_a_row_without_labels_left():
     with pytest.raises(RowDropped):
-        proportional.truncate(exchanges((40, 20), (20, 20), (20, 20), trained={1}), 60)
+        in_proportion(exchanges((40, 20), (20, 20), (20, 20), trained={1}), 60)
 
 
 def test_proportional_in_a_run(fit):

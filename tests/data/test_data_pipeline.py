@@ -19,7 +19,7 @@ from rich.console import Console
 from halftune.core.errors import DataError
 from halftune.data import pipeline
 from halftune.data import pipeline as cache
-from halftune.data import tokenize as workers
+from halftune.data.encode import workers
 from halftune.data.pipeline import prepare
 from halftune.data.preview import preview
 from halftune.data.store import NO_LABEL
@@ -79,8 +79,8 @@ def test_large_data_give_the_same_as_small(tokenizer, make_config, write, monkey
     """Rows streamed, tokens written in parts, orders kept."""
     config = make_config({"path": write(ROWS), "samples": 50}, cache=False)
     before = prepare(config, tokenizer)
-    monkeypatch.setattr("halftune.data.files.LARGE", 0)
-    monkeypatch.setattr("halftune.data.order.LARGE", 0)
+    monkeypatch.setattr("halftune.data.readers.rows.LARGE", 0)
+    monkeypatch.setattr("halftune.data.order.epoch.LARGE", 0)
     monkeypatch.setattr(pipeline, "WRITTEN", 7)
     cached = config.model_copy(update={"data": config.data.model_copy(update={"cache": True})})
     for run in (config, cached, cached):
@@ -91,9 +91,10 @@ def test_large_data_give_the_same_as_small(tokenizer, make_config, write, monkey
 
 
 def test_an_order_is_computed_once(own_cache, monkeypatch):
-    from halftune.data.order import BatchRule, epoch_rows, ordered, padded_batches
+    from halftune.data.order.cache import ordered
+    from halftune.data.order.epoch import BatchRule, epoch_rows, padded_batches
 
-    monkeypatch.setattr("halftune.data.order.LARGE", 0)
+    monkeypatch.setattr("halftune.data.order.epoch.LARGE", 0)
     lengths, calls = np.random.default_rng(0).integers(1, 33, size=300), []
 
     def rows(lengths, **arguments):
@@ -262,7 +263,7 @@ def test_the_report_adds_up(tokenizer, make_config, write):
 @pytest.mark.parametrize("tokens", [None, 2100])
 def test_padding_efficiency_is_that_of_the_batches_that_are_fed(tokenizer, make_config, write, tokens):
     from halftune.data.batch import collate
-    from halftune.data.order import BatchRule, padded_batches
+    from halftune.data.order.epoch import BatchRule, padded_batches
 
     config = make_config(write(ROWS), batch=7)
     size = {"per_device_train_batch_size": None if tokens else 7, "tokens_per_batch": tokens}
@@ -300,15 +301,15 @@ def test_preview_shows_what_is_trained_with_and_without_colour(tokenizer, make_c
 @pytest.fixture
 def command(monkeypatch, tokenizer, make_config, write):
     """Runs ``halftune data`` on a small set, with the neighbours it needs put in its place."""
-    import halftune.cli.data as module
+    import halftune.cli.verbs.data as module
 
     config = make_config(write(ROWS))
     monkeypatch.setattr(module, "load_from", lambda args: types.SimpleNamespace(run=config))
     monkeypatch.setattr(module, "tokenizer_section", lambda loaded: config.model)
     monkeypatch.setattr(module, "check_folders", lambda model, weights: None)
-    fake = types.ModuleType("halftune.model.tokenizer")
+    fake = types.ModuleType("halftune.model.tokenizer.tokenizer")
     fake.load_tokenizer = lambda model: tokenizer
-    monkeypatch.setitem(sys.modules, "halftune.model.tokenizer", fake)
+    monkeypatch.setitem(sys.modules, "halftune.model.tokenizer.tokenizer", fake)
 
     def command(*arguments):
         parser = argparse.ArgumentParser()
@@ -334,7 +335,7 @@ def test_the_command_prints_json(command, capsys):
 
 
 def test_the_command_works_before_the_recipe_it_depends_on_has_run(tmp_path, monkeypatch):
-    from halftune.cli.data import tokenizer_section
+    from halftune.cli.verbs.data import tokenizer_section
     from halftune.config.load import load_config
 
     monkeypatch.chdir(tmp_path)

@@ -13,10 +13,10 @@ import pytest
 
 from halftune.config.sections.data import BUILTIN_DATA, SourceSection
 from halftune.core.errors import DataError
-from halftune.data.detect import detect
-from halftune.data.files import read_file
+from halftune.data.formats.detect import detect
 from halftune.data.pipeline import prepare
-from halftune.data.sources import open_source
+from halftune.data.readers.files import read_file
+from halftune.data.sources.source import open_source
 
 ROWS = [{"instruction": "A?", "output": "B."}, {"instruction": "C?", "output": "D — ü"}]
 
@@ -118,7 +118,7 @@ def test_a_folder_of_everything_is_no_source(write, tmp_path, monkeypatch):
         with pytest.raises(DataError, match="home folder"):
             read(folder)
     assert read(tmp_path / "home" / "data").all() == ROWS
-    monkeypatch.setattr("halftune.data.sources.MOST", 3)
+    monkeypatch.setattr("halftune.data.sources.source.MOST", 3)
     write("", "home/data/b.md")
     write("", "home/data/c/d.md")
     with pytest.raises(DataError, match="more than 3"):
@@ -182,18 +182,19 @@ def test_a_hub_id_without_a_network_is_a_clear_error():
 def test_a_hub_set_is_read_in_batches(monkeypatch):
     from datasets import Dataset
 
-    from halftune.data import files, hub
+    from halftune.data.readers import rows as limits
+    from halftune.data.sources import hub
 
     found = Dataset.from_dict({"text": ["x" * 400] * 5000}).select(range(7, 5000))
     monkeypatch.setattr(hub, "_load", lambda path, split: found)
-    monkeypatch.setattr(files, "LARGE", 1 << 20)
+    monkeypatch.setattr(limits, "LARGE", 1 << 20)
     section = SourceSection.model_validate({"path": "org/name"})
     rows = hub.hub_rows(section).rows
     assert not isinstance(rows, list)
     assert list(rows) == found.to_list()
 
     found.info.download_size = 100
-    monkeypatch.setattr(files, "_SMALL", 1 << 20)
+    monkeypatch.setattr(limits, "_SMALL", 1 << 20)
     with pytest.raises(DataError) as caught:
         hub.hub_rows(section)
     assert caught.value.code == "data.compressed_too_well"
@@ -369,7 +370,7 @@ def test_the_quickstart_tests_no_question_that_it_trains():
 @pytest.fixture
 def large(monkeypatch):
     """Every file counts as large."""
-    monkeypatch.setattr("halftune.data.files.LARGE", 0)
+    monkeypatch.setattr("halftune.data.readers.rows.LARGE", 0)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet", "a.arrow"])

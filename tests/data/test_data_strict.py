@@ -8,10 +8,10 @@ import pytest
 
 from halftune.config.sections.data import SourceSection
 from halftune.core.errors import DataError
-from halftune.data.columnar import ARROW_NULLS
 from halftune.data.formats.fields import NOT_FINITE
 from halftune.data.pipeline import prepare
-from halftune.data.sources import open_source
+from halftune.data.readers.columnar import ARROW_NULLS
+from halftune.data.sources.source import open_source
 
 GOOD = {"prompt": "A?", "completion": "B."}
 CHAT = [{"role": "user", "content": "A?"}, {"role": "assistant", "content": "B."}]

@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerFast
 
 from halftune.config.load import load_config
 from halftune.core.errors import DataError
-from halftune.data.control_tokens import ControlTokens
-from halftune.data.offset_tokenizer import OffsetTokenizer
+from halftune.data.encode.offset_tokenizer import OffsetTokenizer
 from halftune.data.pipeline import prepare
+from halftune.data.templates.control_tokens import ControlTokens
 
 LETTERS = {letter: index for index, letter in enumerate("abdeinst ▁")}
 BYTES = {f"<0x{byte:02X}>": len(LETTERS) + byte for byte in range(256)}

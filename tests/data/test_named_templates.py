@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerFast
 
 from halftune.config.chat_templates import find_template, template_for, templates
 from halftune.core.errors import ModelError
-from halftune.data.chat import ChatTemplate
-from halftune.data.conversation import Conversation, RowError
-from halftune.data.mask import render_turns
-from halftune.model.named_templates import use_template
+from halftune.data.formats.conversation import Conversation, RowError
+from halftune.data.templates.loss_mask import render_turns
+from halftune.data.templates.render import ChatTemplate
+from halftune.model.tokenizer.named_templates import use_template
 
 QUESTION, ANSWER, AGAIN, LAST = "What is two?", "Two is two.", "And four?", "Four is four."
 TURNS = [("user", QUESTION), ("assistant", ANSWER), ("user", AGAIN), ("assistant", LAST)]

@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from halftune.data.control_tokens import ControlTokens, special_tokens
-from halftune.data.offset_tokenizer import OffsetTokenizer
+from halftune.data.encode.offset_tokenizer import OffsetTokenizer
+from halftune.data.templates.control_tokens import ControlTokens, special_tokens
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>"]
 TEXT = ["The answer is four, as two and two make four.", "Zwei und zwei ist vier!", "s unk im start " * 3]

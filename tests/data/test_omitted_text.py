@@ -9,10 +9,11 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from halftune.config.chat_templates import find_template, templates
-from halftune.data.chat import ChatTemplate
-from halftune.data.conversation import Conversation
-from halftune.data.mask import render_turns
-from halftune.data.omitted_text import (
+from halftune.data.formats.conversation import Conversation
+from halftune.data.pipeline import prepare
+from halftune.data.templates.features import fit_system
+from halftune.data.templates.loss_mask import render_turns
+from halftune.data.templates.omitted_text import (
     LEFT_OUT,
     LOSSES,
     LOST_REASONING,
@@ -21,9 +22,8 @@ from halftune.data.omitted_text import (
     MOVED,
     NO_SYSTEM_SHOWN,
 )
-from halftune.data.pipeline import prepare
-from halftune.data.template_features import fit_system
-from halftune.model.named_templates import use_template
+from halftune.data.templates.render import ChatTemplate
+from halftune.model.tokenizer.named_templates import use_template
 
 LONG = "Please read: " + " ".join(f"word{n}" for n in range(40)) + " END."
 LINES = "The first line has no question.\nThe second line asks for seven and 7."

@@ -7,7 +7,7 @@ import pytest
 from halftune.config.chat_templates import find_template
 from halftune.data.pipeline import prepare
 from halftune.data.store import NO_LABEL
-from halftune.model.named_templates import use_template
+from halftune.model.tokenizer.named_templates import use_template
 
 ONE = [{"role": "user", "content": "What is two and two?"}, {"role": "assistant", "content": " The answer is four. "}]
 TWO = [

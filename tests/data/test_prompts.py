@@ -6,8 +6,8 @@ import pytest
 from tokenizers import decoders, normalizers, pre_tokenizers, processors
 
 from halftune.core.errors import DataError
+from halftune.data.order.split import choose_rows
 from halftune.data.pipeline import prepare
-from halftune.data.split import choose_rows
 
 ROWS = [
     {"instruction": "Add {input}.", "input": "2 and 2", "output": "four"},

@@ -7,11 +7,11 @@ import re
 import pytest
 
 from halftune.core.errors import DataError
-from halftune.data.mask import VAGUE
-from halftune.data.omitted_text import LEFT_OUT, LOST_TEXT, NO_SYSTEM_SHOWN
 from halftune.data.pipeline import prepare
 from halftune.data.store import NO_LABEL
-from halftune.data.template_features import MADE_IDS, MERGED_SYSTEM, NO_PARALLEL, NO_SYSTEM, SPLIT
+from halftune.data.templates.features import MADE_IDS, MERGED_SYSTEM, NO_PARALLEL, NO_SYSTEM, SPLIT
+from halftune.data.templates.loss_mask import VAGUE
+from halftune.data.templates.omitted_text import LEFT_OUT, LOST_TEXT, NO_SYSTEM_SHOWN
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
 SYSTEM = {"role": "system", "content": "Be brief: four."}

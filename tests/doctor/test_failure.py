@@ -12,7 +12,7 @@ import torch
 from tiny_model import plan
 
 from halftune.cli.failure import report_error
-from halftune.model.patch import registered_attention
+from halftune.model.attention.register import registered_attention
 
 
 def without_compiler(graph: Any, inputs: Any) -> NoReturn:

@@ -17,11 +17,11 @@ from halftune.core.errors import ModelError
 from halftune.doctor.recipe import _tokenizer
 from halftune.hardware.catalogue import lookup
 from halftune.model.generate import generate_reply
-from halftune.model.load import load_model
-from halftune.model.tokenizer import load_tokenizer
-from halftune.model.vocabulary import padding_id
+from halftune.model.load.load import load_model
+from halftune.model.tokenizer.tokenizer import load_tokenizer
+from halftune.model.tokenizer.vocabulary import padding_id
 from halftune.plan import resolve
-from halftune.train.folder import RunFolder
+from halftune.train.run_folder.folder import RunFolder
 from halftune.train.setup import build
 
 

@@ -78,19 +78,17 @@ _METHOD = '''\
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from halftune.config.sections.method import IpoMethod
 from halftune.data.batch import WEIGHT, Batch
 from halftune.data.store import Example
-from halftune.methods import Loss, Reference
-from halftune.model.policy import PolicyModel
+from halftune.methods import Loss, Method, Reference
+from halftune.model.policy.policy import PolicyModel
 
 
-class Ipo:
+class Ipo(Method):
     """Squared distance of the log-ratio's margin from ``1 / 2 tau``."""
 
-    metrics: ClassVar[tuple[str, ...]] = ("margin",)
+    metrics = ("margin",)
 
     def __init__(self, section: IpoMethod) -> None:
         self.target = 1 / (2 * section.tau)
@@ -167,7 +165,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from halftune.data.conversation import Conversation, Format
+from halftune.data.formats.conversation import Conversation, Format
 from halftune.data.formats import fields
 
 

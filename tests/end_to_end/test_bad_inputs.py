@@ -112,7 +112,9 @@ def test_output_that_the_terminal_cannot_show(tmp_path: Path) -> None:
     assert r"gone.yaml: no such file \xb7 " in done.stderr
 
 
-BROKEN = "import halftune.cli.plan as plan; plan.load_from = lambda args: 1 / 0; from halftune.cli import main; main()"
+BROKEN = (
+    "import halftune.cli.verbs.plan as plan; plan.load_from = lambda args: 1 / 0; from halftune.cli import main; main()"
+)
 
 
 @pytest.mark.parametrize("writable", [True, False])

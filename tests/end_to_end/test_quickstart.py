@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from halftune.data.builtin.number_formats import questions
+from halftune.data.sources.builtin.number_formats import questions
 
 ROOT = Path(__file__).resolve().parents[2]
 RIGHT, RIGHT_BEFORE = 0.8, 0.2  # shares of exact answers: at least with the adapter, at most without

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 from patience import LIMIT, until
 
-from halftune.cli import sweep, train_main
-from halftune.cli.sweep import SWEEP, TABLE, Trial, _run_trial, _values
+from halftune.cli import train_main
+from halftune.cli.verbs import sweep
+from halftune.cli.verbs.sweep import SWEEP, TABLE, Trial, _run_trial, _values
 from halftune.config.load import load_config
 from halftune.config.reading.yaml_source import parse
 from halftune.core.errors import ConfigError
 from halftune.plan.duration import Pace, pace_of
-from halftune.train.lock import locked
+from halftune.train.run_folder.lock import locked
 
 RECIPE = {
     "model": {"name_or_path": "builtin:qwen2-tiny"},
@@ -178,7 +179,7 @@ import importlib.util, sys, time
 
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name != "halftune.train.stepper":
+        if name != "halftune.train.loop.stepper":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -187,7 +188,7 @@ class Finder:
 
 
 def wait_in(stepper):
-    from halftune.train.interrupt import Interrupts
+    from halftune.train.signals.interrupt import Interrupts
 
     step, note, taken, received = stepper.start_step, Interrupts._note, [], []
     Interrupts._note = lambda *arguments: (note(*arguments), received.append(1))

@@ -19,7 +19,7 @@ from halftune.core.manifest import MANIFEST, seal
 from halftune.core.status import StatusFile, read_status
 from halftune.export.merged import export_run
 from halftune.infer.session import open_session
-from halftune.model.completed_run import open_run
+from halftune.model.result.completed_run import open_run
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 IDS = torch.arange(40).reshape(2, 20)

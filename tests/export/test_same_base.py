@@ -17,8 +17,8 @@ from halftune.core.errors import ModelError
 from halftune.core.manifest import MANIFEST, seal
 from halftune.export.merged import export_run
 from halftune.infer.session import open_session
-from halftune.model.completed_run import open_run
-from halftune.model.result import check_written, finished_at, write_finished
+from halftune.model.files.result import check_written, finished_at, write_finished
+from halftune.model.result.completed_run import open_run
 
 ALLOWED = "training.allow_changes=[model]"
 
@@ -90,8 +90,9 @@ def test_a_hub_model_whose_branch_has_moved(run, same: bool, caplog, monkeypatch
     commits = [base.parent / "snapshots" / name for name in ("a" * 40, "b" * 40)]
     for commit in commits:
         shutil.copytree(base, commit)
-    from halftune.model import identity, load
-    from halftune.model.identity import check_base, model_identity
+    from halftune.model.files import identity
+    from halftune.model.files.identity import check_base, model_identity
+    from halftune.model.load import load
 
     for module in (identity, load):
         monkeypatch.setattr(module, "locate", lambda model: commits[0])

@@ -17,7 +17,7 @@ from halftune.config.load import load_config
 from halftune.config.sections.model import ModelSection
 from halftune.data.pipeline import prepare
 from halftune.data.preflight import validate_data
-from halftune.model.tokenizer import load_tokenizer
+from halftune.model.tokenizer.tokenizer import load_tokenizer
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 ROWS: dict[str, list[dict[str, Any]]] = {

@@ -19,10 +19,10 @@ from halftune.config.load import load_config
 from halftune.config.sections.model import ModelSection
 from halftune.data.pipeline import prepare
 from halftune.hardware.catalogue import lookup
-from halftune.model.builtin import materialize
-from halftune.model.load import load_model
-from halftune.model.preflight import check_folders
-from halftune.model.tokenizer import end_of_turn_ids, load_tokenizer
+from halftune.model.files.builtin import materialize
+from halftune.model.files.preflight import check_folders
+from halftune.model.load.load import load_model
+from halftune.model.tokenizer.tokenizer import end_of_turn_ids, load_tokenizer
 from halftune.plan import explain, resolve
 
 JSON = ("config.json", "generation_config.json")

@@ -12,11 +12,11 @@ from fuzz_strategies import GOOD, damages, nearly_right, odd, plausible, recipes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halftune.config.convert.convert import CONVERTERS, convert_file, report
 from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
 from halftune.config.render import resolved_yaml
 from halftune.config.run import RunConfig
+from halftune.convert.convert import CONVERTERS, convert_file, report
 from halftune.hardware.catalogue import lookup
 from halftune.plan import explain, resolve, to_dict
 

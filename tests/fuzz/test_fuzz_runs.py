@@ -20,9 +20,9 @@ from halftune.core.manifest import MANIFEST, seal
 from halftune.export.merged import export_run
 from halftune.hardware.catalogue import lookup
 from halftune.infer.session import open_session
-from halftune.model.builtin import materialize
-from halftune.model.completed_run import open_run
-from halftune.model.result import write_finished
+from halftune.model.files.builtin import materialize
+from halftune.model.files.result import write_finished
+from halftune.model.result.completed_run import open_run
 from halftune.plan import resolve
 from halftune.train.trainer import train
 

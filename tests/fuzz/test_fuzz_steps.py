@@ -15,18 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from halftune.config.facts.of_recipe import run_facts
 from halftune.config.load import load_config
 from halftune.config.optimizers import OPTIMIZERS
+from halftune.config.recipe_facts import run_facts
 from halftune.config.sections.data import DataSection
 from halftune.config.sections.method import METHOD_SECTIONS
 from halftune.config.sections.model import LoraAdapter, NoAdapter, PeftAdapter
 from halftune.config.sections.training import TrainingSection
 from halftune.hardware.catalogue import lookup
-from halftune.model.architectures import no_progress_bars
-from halftune.model.builtin import materialize
+from halftune.model.files.architectures import no_progress_bars
+from halftune.model.files.builtin import materialize
 from halftune.plan import resolve
-from halftune.plan.adapter_types import ADAPTER_TYPES
+from halftune.plan.weights.adapter_types import ADAPTER_TYPES
 from halftune.train.callbacks.loss_plot import LossPlot
 from halftune.train.trainer import train
 

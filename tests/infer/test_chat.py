@@ -25,8 +25,8 @@ from halftune.hardware.catalogue import lookup
 from halftune.infer.lines import serve
 from halftune.infer.repl import Repl
 from halftune.infer.session import open_session
-from halftune.model.completed_run import open_run
 from halftune.model.generate import OnText
+from halftune.model.result.completed_run import open_run
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_with_and_without_what_was_trained(kind: str, adapter_run: Path, full_ru
 
     from halftune.config.sections.training import GenerationSection
     from halftune.model.generate import generate_reply
-    from halftune.model.tokenizer import load_tokenizer
+    from halftune.model.tokenizer.tokenizer import load_tokenizer
 
     session = open_session(open_run(str(adapter_run if kind == "adapter" else full_run)))
     trained, untrained = session.answer("hello", tuned=True), session.answer("hello", tuned=False)
@@ -242,7 +242,7 @@ def test_auto_means_what_it_meant_in_training(
     run = recorded(adapter_run, tmp_path / "run", compute)
     for machine in ("cpu", "cpu-amx"):  # whose own choices differ
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("halftune.model.completed_run.probe", lambda machine=machine: lookup(machine))
+            patch.setattr("halftune.model.result.completed_run.probe", lambda machine=machine: lookup(machine))
             assert open_run(run).plan.precision.compute.value == compute
             other = "fp32" if compute == "bf16" else "bf16"
             assert open_run(run, [f"precision={other}"]).plan.precision.compute.value == other
@@ -255,7 +255,7 @@ def test_auto_means_what_it_meant_in_training(
 def test_a_format_that_only_the_training_machine_had_gives_way(
     precision: object, adapter_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch
 ) -> None:
-    monkeypatch.setattr("halftune.model.completed_run.probe", lambda: lookup("cpu"))
+    monkeypatch.setattr("halftune.model.result.completed_run.probe", lambda: lookup("cpu"))
     folder = recorded(adapter_run, tmp_path / "run", "fp16", precision=precision, attention="fa2")
     plan = open_run(folder).plan
     assert (plan.precision.compute.value, plan.attention.softmax.value) == ("fp32", "sdpa")

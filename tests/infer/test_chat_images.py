@@ -26,8 +26,8 @@ from halftune.hardware.catalogue import lookup
 from halftune.infer.lines import serve
 from halftune.infer.repl import Repl
 from halftune.infer.session import ChatSession, open_session
-from halftune.model.completed_run import open_run
 from halftune.model.generate import generate_reply
+from halftune.model.result.completed_run import open_run
 from halftune.plan import resolve
 from halftune.train.trainer import train
 

@@ -15,14 +15,8 @@ from operator_checks import BOUNDS, assert_matches, assert_packed_as_alone
 from halftune_kernels import selfcheck
 from halftune_kernels.arguments import ArgumentError, Segments
 from halftune_kernels.cases import Case, case, rounded
-from halftune_kernels.ops.ssd import (
-    SimpleDecay,
-    mamba2_chunk_scan,
-    mamba2_selective_state_update,
-    reference,
-    simple_decay,
-    simple_decay_step,
-)
+from halftune_kernels.ops.ssd import SimpleDecay, reference, simple_decay, simple_decay_step
+from halftune_kernels.ops.ssd.mamba2 import mamba2_chunk_scan, mamba2_selective_state_update
 from halftune_kernels.selfcheck import relative_error
 
 
@@ -174,7 +168,7 @@ def test_a_gated_scan_in_half_rounds_its_output_once(dtype: torch.dtype, poisone
     inputs = {name: torch.randn(*shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
     inputs["A"] = -inputs["A"].exp()
     options = {"dt_softplus": True, "return_final_states": False}
-    function = "halftune_kernels.ops.ssd:mamba2_chunk_scan"
+    function = "halftune_kernels.ops.ssd.mamba2:mamba2_chunk_scan"
     made = rounded(Case("ssd", function, inputs, ("A", "dt_bias", "D", "dt"), options), dtype)
     truth, found = (made.call(kind, torch.device("cpu"), "cpu") for kind in (torch.float64, dtype))
     for name in ("d A", "d dt_bias", "d D"):

@@ -16,8 +16,8 @@ from halftune.cli import main
 from halftune.config.load import load_config
 from halftune.config.run import RunConfig
 from halftune.config.sections.training import DistributedSection
-from halftune.core import heartbeat
 from halftune.core.errors import PlanError
+from halftune.core.processes import heartbeat
 from halftune.hardware.catalogue import lookup
 from halftune.launch.command import RUNNER, command, processes
 from halftune.launch.templates import TEMPLATES, render

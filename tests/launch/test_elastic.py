@@ -17,11 +17,11 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from halftune.core.errors import DataError, TrainingError
-from halftune.core.failures import FILE, SUMMARY, PeerLost, Record, from_message, record_failure
+from halftune.core.processes.failures import FILE, SUMMARY, PeerLost, Record, from_message, record_failure
 from halftune.launch.agent import Agent
 from halftune.launch.elastic import interface_of, main, own_address, prepare
 from halftune.launch.summary import Failure, summary
-from halftune.train.interrupt import Interrupted, format_signal
+from halftune.train.signals.interrupt import Interrupted, format_signal
 
 KILLED = -signal.SIGKILL
 

@@ -42,8 +42,8 @@ if "RANK" in os.environ:
     from halftune.core.optional import quick_imports
 
     with quick_imports():
-        from halftune.train import stepper
-        from halftune.train.interrupt import Interrupts
+        from halftune.train.loop import stepper
+        from halftune.train.signals.interrupt import Interrupts
         from halftune.train.report.page import Report
 
     step, hear, end, taken = stepper.start_step, Interrupts._note, Report.on_end, []

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from halftune.core.errors import PlanError
-from halftune.core.process import ALONE, Process, hidden, ignored, this_process
+from halftune.core.processes.process import ALONE, Process, hidden, ignored, this_process
 
 WHOLE = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2", "PMI_SIZE": "4", "PMI_RANK": "1"}

@@ -22,9 +22,9 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from halftune.core import wait_for_port as waiting
 from halftune.core.errors import HalftuneError, PlanError, TrainingError
-from halftune.core.wait_for_port import Patience
+from halftune.core.processes import wait_for_port as waiting
+from halftune.core.processes.wait_for_port import Patience
 from halftune.launch import machines
 from halftune.launch.agent import Agent
 from halftune.launch.elastic import _rendezvous_error, main

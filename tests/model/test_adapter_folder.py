@@ -9,7 +9,7 @@ import pytest
 
 from halftune.config.run import RunConfig
 from halftune.core.errors import ModelError
-from halftune.model.preflight import check_all_folders
+from halftune.model.files.preflight import check_all_folders
 
 
 def test_the_adapter_to_start_from_is_checked_before_the_start(tmp_path: Path) -> None:

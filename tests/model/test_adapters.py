@@ -15,7 +15,7 @@ from tiny_model import checkpoint, plan, section
 from halftune.config.sections.model import LoraAdapter, NoAdapter
 from halftune.core.errors import ConfigError, ModelError
 from halftune.model.adapters import attach_adapter, load_adapter
-from halftune.model.load import load_model
+from halftune.model.load.load import load_model
 from halftune.precision.dtypes import autocast
 from halftune.precision.report import check_dtypes
 
@@ -127,8 +127,8 @@ def test_rslora_scales_by_the_root_of_the_rank(folder: Path) -> None:
 
 
 def test_loading_what_is_no_adapter_or_another_models(folder: Path, tmp_path: Path) -> None:
-    from halftune.model.save import save_final
-    from halftune.model.tokenizer import load_tokenizer
+    from halftune.model.result.save import save_final
+    from halftune.model.tokenizer.tokenizer import load_tokenizer
 
     made = plan()
     with pytest.raises(ModelError, match="no adapter found"):

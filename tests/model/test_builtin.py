@@ -16,8 +16,8 @@ from halftune.config.builtin_models import BUILTIN_MODELS, VOCAB_SIZE
 from halftune.config.facts.safetensors_headers import read_headers
 from halftune.core.errors import ModelError, TrainingError
 from halftune.core.manifest import MANIFEST
-from halftune.model import builtin
-from halftune.model.builtin import materialize
+from halftune.model.files import builtin
+from halftune.model.files.builtin import materialize
 
 PARAMETERS = {
     "qwen2-tiny": 3e6,
@@ -98,7 +98,7 @@ def test_a_config_that_transformers_completes_changes_no_other_model() -> None:
 
 
 def test_making_one_leaves_the_random_state_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from halftune.model import builtin
+    from halftune.model.files import builtin
 
     tokenizer = materialize("qwen2-tiny").parent / materialize("qwen2-tiny").name.replace("qwen2-tiny", "tokenizer")
     torch.manual_seed(5)

@@ -12,9 +12,9 @@ from tiny_model import checkpoint, section
 from halftune.config.facts.families import other_class
 from halftune.config.facts.model import read_model_facts
 from halftune.core.errors import ModelError
-from halftune.model.architectures import read_config
+from halftune.model.files.architectures import read_config
 from halftune.model.rwkv7.configuration import RWKV7Config
-from halftune.model.tokenizer import load_tokenizer
+from halftune.model.tokenizer.tokenizer import load_tokenizer
 
 
 def changed(folder: Path, **values: Any) -> Path:

@@ -24,10 +24,10 @@ from halftune.export.merged import export_run
 from halftune.hardware.catalogue import lookup
 from halftune.infer.session import open_session
 from halftune.model.adapters import attach_adapter
-from halftune.model.completed_run import open_run
-from halftune.model.load import load_model
-from halftune.model.save import save_final
-from halftune.model.tokenizer import load_tokenizer
+from halftune.model.load.load import load_model
+from halftune.model.result.completed_run import open_run
+from halftune.model.result.save import save_final
+from halftune.model.tokenizer.tokenizer import load_tokenizer
 from halftune.plan import Plan, resolve
 from halftune.precision.dtypes import CONFIG_NAMES, autocast
 from halftune.precision.report import check_dtypes

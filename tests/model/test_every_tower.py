@@ -17,13 +17,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from halftune.config.facts.families import family_of, multimodal_class
 from halftune.config.facts.safetensors_headers import weight_files
 from halftune.config.sections.model import LoraAdapter
-from halftune.model import load
 from halftune.model.adapters import attach_adapter
-from halftune.model.load import load_model
-from halftune.model.merge import merge_adapter
-from halftune.model.save import save_final, write_model
-from halftune.model.tokenizer import load_tokenizer
-from halftune.model.towers import towers_called_for_text, towers_of
+from halftune.model.load import load
+from halftune.model.load.load import load_model
+from halftune.model.load.towers import towers_called_for_text, towers_of
+from halftune.model.result.merge import merge_adapter
+from halftune.model.result.save import save_final, write_model
+from halftune.model.tokenizer.tokenizer import load_tokenizer
 
 # Do not train on text yet.
 FAILING = {

@@ -15,9 +15,9 @@ from tiny_model import because, plan
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from halftune.model.builtin import materialize
-from halftune.model.float8 import Float8Linear, round_to_float8
+from halftune.model.files.builtin import materialize
 from halftune.model.fused import fuse
+from halftune.model.load.float8 import Float8Linear, round_to_float8
 from halftune_kernels.library import everywhere
 from halftune_kernels.ops.float8_linear import fits, float8_linear, quantised
 from halftune_kernels.ops.float8_rows import quantise_rows

@@ -15,9 +15,9 @@ from tiny_model import because, nll_sum, plan
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from halftune.model.attention.packing_check import packed_row
+from halftune.model.attention.register import registered_attention
 from halftune.model.fused import FusedLayers, fuse
-from halftune.model.packing_check import packed_row
-from halftune.model.patch import registered_attention
 
 LENGTHS = (70, 9, 130)
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}

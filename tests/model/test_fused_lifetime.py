@@ -18,8 +18,8 @@ from test_fused_layers import SLIDING, adapted, assert_same, batch, counts, trai
 from tiny_model import because, nll_sum, plan
 from torch import nn
 
+from halftune.model.attention.register import current_guard, registered_attention
 from halftune.model.fused import fuse
-from halftune.model.patch import current_guard, registered_attention
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from test_fused_layers import EXPERTS, SLIDING, adapted, assert_same, trained
 from tiny_model import because, plan
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from halftune.model.attention.register import registered_attention
 from halftune.model.fused import FusedLayers, fuse
-from halftune.model.patch import registered_attention
 from halftune_kernels.library import everywhere
 
 # family → config changes, and the numbers of layers: norms, feed-forward, adapted linear, files with rotary embeddings

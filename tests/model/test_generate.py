@@ -15,10 +15,10 @@ from halftune.config.sections.model import LoraAdapter
 from halftune.config.sections.training import GenerationSection
 from halftune.core.errors import ModelError
 from halftune.model.adapters import attach_adapter
-from halftune.model.builtin import materialize
+from halftune.model.files.builtin import materialize
 from halftune.model.generate import ending_ids, generate_reply
-from halftune.model.load import load_model
-from halftune.model.tokenizer import load_tokenizer
+from halftune.model.load.load import load_model
+from halftune.model.tokenizer.tokenizer import load_tokenizer
 
 ASK = [{"role": "user", "content": "Hello there"}]
 

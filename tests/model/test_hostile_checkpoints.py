@@ -20,12 +20,12 @@ from transformers import AutoModelForCausalLM
 from halftune.config.facts.folder import check_adapter, check_code, check_weights
 from halftune.config.sections.data import SourceSection
 from halftune.core.errors import HalftuneError, ModelError
-from halftune.data.chat import ChatTemplate
-from halftune.data.conversation import RowDropped
-from halftune.data.sources import open_source
-from halftune.model.builtin import materialize
-from halftune.model.load import load_model
-from halftune.model.tokenizer import end_of_turn_ids, load_tokenizer
+from halftune.data.formats.conversation import RowDropped
+from halftune.data.sources.source import open_source
+from halftune.data.templates.render import ChatTemplate
+from halftune.model.files.builtin import materialize
+from halftune.model.load.load import load_model
+from halftune.model.tokenizer.tokenizer import end_of_turn_ids, load_tokenizer
 
 
 class Trap:

@@ -22,9 +22,9 @@ from transformers import (
 from halftune.config.sections.model import LoraAdapter
 from halftune.core.errors import ModelError
 from halftune.model.adapters import attach_adapter
-from halftune.model.architectures import no_progress_bars
-from halftune.model.lazy_weights import CPU, LazyWeights, why_not
-from halftune.model.load import load_model
+from halftune.model.files.architectures import no_progress_bars
+from halftune.model.load.lazy_weights import CPU, LazyWeights, why_not
+from halftune.model.load.load import load_model
 from halftune.train.parallel.reading import insert_zero_weights, remove_zero_weights
 
 SMALL: dict[str, Any] = {

@@ -17,10 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from halftune.config.facts.families import family_of
 from halftune.config.facts.model import facts_from_config
-from halftune.model.architectures import own_architectures
-from halftune.model.packing_check import packed_row
-from halftune.model.patch import registered_attention
-from halftune.model.patch_linear import routed_linear_layers
+from halftune.model.attention.linear import routed_linear_layers
+from halftune.model.attention.packing_check import packed_row
+from halftune.model.attention.register import registered_attention
+from halftune.model.files.architectures import own_architectures
 from halftune.plan import Plan
 from halftune.precision.dtypes import stays_fp32
 from halftune.precision.resolve import keep_fp32

@@ -15,10 +15,10 @@ from test_linear_packing import FAMILIES, model_of, relative, since
 from tiny_model import because, plan
 
 from halftune.core.errors import DtypeContractError, ModelError
-from halftune.model.load import recompute_activations
-from halftune.model.packing_check import packed_row
-from halftune.model.patch import current_guard, registered_attention
-from halftune.model.patch_linear import boundaries, route_linear_layers, routed_linear_layers
+from halftune.model.attention.linear import boundaries, route_linear_layers, routed_linear_layers
+from halftune.model.attention.packing_check import packed_row
+from halftune.model.attention.register import current_guard, registered_attention
+from halftune.model.load.load import recompute_activations
 from halftune.plan import Plan
 
 _DELTA = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")

@@ -14,8 +14,8 @@ from tiny_model import checkpoint, plan, section
 from halftune.config.sections.model import LoraAdapter
 from halftune.core.errors import ModelError
 from halftune.model.adapters import attach_adapter
-from halftune.model.architectures import read_config
-from halftune.model.load import load_model
+from halftune.model.files.architectures import read_config
+from halftune.model.load.load import load_model
 from halftune.precision.report import check_dtypes
 
 

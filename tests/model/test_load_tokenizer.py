@@ -10,8 +10,8 @@ import pytest
 from tiny_model import checkpoint, section
 
 from halftune.core.errors import ModelError
-from halftune.model.builtin import materialize
-from halftune.model.tokenizer import end_of_turn_ids, load_tokenizer
+from halftune.model.files.builtin import materialize
+from halftune.model.tokenizer.tokenizer import end_of_turn_ids, load_tokenizer
 
 
 def changed(tmp_path: Path, **settings: object) -> Path:

@@ -16,9 +16,9 @@ from tiny_model import checkpoint, section
 
 from halftune.config.facts.folder import check_adapter
 from halftune.core.errors import ModelError
-from halftune.model.builtin import materialize
-from halftune.model.locate import locate, locate_tokenizer
-from halftune.model.tokenizer import load_tokenizer
+from halftune.model.files.builtin import materialize
+from halftune.model.files.locate import locate, locate_tokenizer
+from halftune.model.tokenizer.tokenizer import load_tokenizer
 
 
 def test_builtin_and_folder(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_hub_out_of_reach(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_hub_without_an_address_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halftune.model.locate.hub_answers", lambda: False)
+    monkeypatch.setattr("halftune.model.files.locate.hub_answers", lambda: False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.HfApi.repo_info", lambda *_, **__: pytest.fail("asked"))
     with pytest.raises(ModelError, match="hub is unreachable"):
@@ -135,7 +135,7 @@ def test_code_of_another_hub_tokenizer_is_neither_fetched_nor_run(
     (repository / "tokenizer_config.json").write_text(json.dumps(names))
     (repository / "vocab.json").write_text("{}")
     (repository / "theirs.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Theirs: pass\n")
-    monkeypatch.setattr("halftune.model.locate.snapshot_download", snapshot)
+    monkeypatch.setattr("halftune.model.files.locate.snapshot_download", snapshot)
     both = section("builtin:qwen2-tiny", tokenizer="org/theirs", trust_remote_code=True, revision="abc")
     with pytest.raises(ModelError, match=r"requires remote code · .* local copy"):
         load_tokenizer(both)
@@ -165,7 +165,7 @@ def test_the_tokenizer_of_a_hub_model_is_fetched_without_its_weights(
             files.add(path.name)
         return str(fetched)
 
-    monkeypatch.setattr("halftune.model.locate.snapshot_download", snapshot)
+    monkeypatch.setattr("halftune.model.files.locate.snapshot_download", snapshot)
     model = section("org/model", trust_remote_code=trusted, revision="0" * 40)
     assert len(load_tokenizer(model)) > 0
     assert "tokenizer.json" in files

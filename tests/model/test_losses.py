@@ -20,11 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halftune.core.errors import ModelError
 from halftune.data.batch import LABEL_POSITIONS
 from halftune.data.store import NO_LABEL
-from halftune.model import logprobs as logprobs_file
-from halftune.model.head import HeadRows, cross_entropy_sum, hidden_instead_of_logits
-from halftune.model.logprobs import logprobs
-from halftune.model.patch import registered_attention
-from halftune.model.policy import PolicyModel, check_router_loss
+from halftune.model.attention.register import registered_attention
+from halftune.model.policy import logprobs as logprobs_file
+from halftune.model.policy.cross_entropy import cross_entropy_sum
+from halftune.model.policy.head import HeadRows, hidden_instead_of_logits
+from halftune.model.policy.logprobs import logprobs
+from halftune.model.policy.policy import PolicyModel, check_router_loss
 
 N, V = 23, TOKENS
 
@@ -378,9 +379,9 @@ def test_log_probabilities_take_the_memory_of_a_few_chunks() -> None:
     """Also where freed memory is kept, as in training: its holes are used again."""
     code = """
 import resource, torch
-from halftune.model.head import HeadRows
-from halftune.model.logprobs import logprobs
-from halftune.train.processes import keep_freed_memory
+from halftune.model.policy.head import HeadRows
+from halftune.model.policy.logprobs import logprobs
+from halftune.train.parallel.processes import keep_freed_memory
 keep_freed_memory()
 head, rows = torch.randn(40_000, 16), torch.randn(16 * 128, 16, requires_grad=True)
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -11,10 +11,10 @@ from tiny_model import checkpoint, plan, section
 from halftune.config.sections.model import Ia3Adapter, LokrAdapter, LoraAdapter, PeftAdapter
 from halftune.core.errors import ModelError
 from halftune.model.adapters import attach_adapter
-from halftune.model.load import load_model
-from halftune.model.merge import forward_bound, merge_adapter, round_model
-from halftune.model.save import save_final
-from halftune.model.tokenizer import load_tokenizer
+from halftune.model.load.load import load_model
+from halftune.model.result.merge import forward_bound, merge_adapter, round_model
+from halftune.model.result.save import save_final
+from halftune.model.tokenizer.tokenizer import load_tokenizer
 
 KEEP = (r"(^|\.)A_log$",)
 KINDS = {
@@ -85,7 +85,9 @@ def test_a_merge_that_goes_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.
 
     if magnifies:
         usual = forward_bound("fp32", 2) / 50
-        monkeypatch.setattr("halftune.model.merge.forward_bound", lambda stored, _: usual if stored == "fp32" else 1.0)
+        monkeypatch.setattr(
+            "halftune.model.result.merge.forward_bound", lambda stored, _: usual if stored == "fp32" else 1.0
+        )
     folder = checkpoint(tmp_path / "model")
     adapter = trained_adapter(folder, KINDS["lora"], tmp_path / "final")
     assert merge_adapter(section(folder), adapter, plan(), "fp32").forward_error < 1e-5

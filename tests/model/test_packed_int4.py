@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halftune.config.facts.model import read_model_facts
 from halftune.core.errors import ModelError
-from halftune.model.load import load_model
+from halftune.model.load.load import load_model
 from halftune.precision.report import check_dtypes
 
 GROUP = 16

@@ -13,10 +13,10 @@ from transformers import AttentionInterface, AutoConfig, LlamaConfig, LlamaForCa
 
 from halftune.config.builtin_models import BUILTIN_MODELS
 from halftune.core.errors import ModelError
-from halftune.model import packing_check
-from halftune.model.architectures import own_architectures
-from halftune.model.packing_check import packing_error, packing_verdict, shrunk_config, small_copy
-from halftune.model.patch import current_guard, registered_attention
+from halftune.model.attention import packing_check
+from halftune.model.attention.packing_check import packing_error, packing_verdict, shrunk_config, small_copy
+from halftune.model.attention.register import current_guard, registered_attention
+from halftune.model.files.architectures import own_architectures
 
 FULL_SIZE: dict[str, dict[str, Any]] = {
     # sizes of real checkpoints, so that what is built is what was shrunk

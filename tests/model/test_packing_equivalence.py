@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from halftune.attention import varlen
-from halftune.model.packing_check import packed_row
-from halftune.model.patch import registered_attention
+from halftune.model.attention.packing_check import packed_row
+from halftune.model.attention.register import registered_attention
 
 LENGTHS = (11, 1, 19, 6)
 BOUND = 1e-5

@@ -12,7 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 from halftune.config.facts.model import ModelFacts, facts_from_config
 from halftune.config.sections.data import PackingSection
 from halftune.core.errors import PlanError
-from halftune.model.packing_check import packing_verdict, small_copy
+from halftune.model.attention.packing_check import packing_verdict, small_copy
 from halftune.plan.packing import choose_packing
 
 DELTA = {"layer_types": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4}

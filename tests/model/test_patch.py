@@ -13,8 +13,8 @@ from tiny_model import because, plan
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 
 from halftune.core.errors import DtypeContractError, ModelError
-from halftune.model.packing_check import packed_row
-from halftune.model.patch import current_guard, register_attention, registered_attention
+from halftune.model.attention.packing_check import packed_row
+from halftune.model.attention.register import current_guard, register_attention, registered_attention
 from halftune.plan import Plan
 
 SIZES = {

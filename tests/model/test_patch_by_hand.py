@@ -13,8 +13,8 @@ from standins.flash import flash_attn_installed
 from tiny_model import plan
 
 from halftune.core.errors import DtypeContractError, ModelError
-from halftune.model import patch
-from halftune.model.patch import guarded_imports, registered_attention
+from halftune.model.attention import register as patch
+from halftune.model.attention.register import guarded_imports, registered_attention
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from tiny_model import plan
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from halftune.model.patch import NAME, route_experts
+from halftune.model.attention.experts import NAME, route_experts
 from halftune.precision.dtypes import autocast
 
 SIZES = {

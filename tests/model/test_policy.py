@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halftune.data.batch import Batch
 from halftune.data.store import NO_LABEL
-from halftune.model import logprobs, policy
-from halftune.model.head import HeadRows
-from halftune.model.policy import PolicyModel
+from halftune.model.policy import logprobs, policy
+from halftune.model.policy.head import HeadRows
+from halftune.model.policy.policy import PolicyModel
 
 
 def adapted(*more: str, like: str = "qwen2", **changes: Any) -> Any:

@@ -15,7 +15,7 @@ from halftune.config.facts.model import read_model_facts
 from halftune.config.run import RunConfig
 from halftune.export.merged import export_run
 from halftune.hardware.catalogue import lookup
-from halftune.model.completed_run import open_run
+from halftune.model.result.completed_run import open_run
 from halftune.plan import resolve
 
 HEADS = {"mtp.layers.0.mlp.weight": torch.randn(4, 4, dtype=torch.bfloat16), "mtp.norm.weight": torch.randn(4)}

@@ -16,8 +16,8 @@ from torch import nn
 from halftune.config.facts.model import read_model_facts
 from halftune.config.weight_formats import method_of, refusal
 from halftune.core.errors import MissingPackageError, ModelError
-from halftune.model import quantised
-from halftune.model.load import load_model
+from halftune.model.load import quantised
+from halftune.model.load.load import load_model
 from halftune.precision.report import check_dtypes
 
 

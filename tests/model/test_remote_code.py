@@ -10,7 +10,7 @@ from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
-from halftune.model.remote_code import accept_arguments_of_peft
+from halftune.model.load.remote_code import accept_arguments_of_peft
 
 
 class Strict(GPT2LMHeadModel):

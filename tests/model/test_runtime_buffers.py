@@ -14,9 +14,9 @@ from standins.remote_code_models import stranger
 from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
 from halftune.hardware.catalogue import lookup
-from halftune.model.lazy_weights import LazyWeights
-from halftune.model.load import load_model
-from halftune.model.save import write_model
+from halftune.model.load.lazy_weights import LazyWeights
+from halftune.model.load.load import load_model
+from halftune.model.result.save import write_model
 from halftune.plan import resolve
 
 pytestmark = pytest.mark.usefixtures("own_module_cache")

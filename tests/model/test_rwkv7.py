@@ -24,18 +24,18 @@ from halftune.config.sections.model import AttentionSection, LoraAdapter
 from halftune.core.errors import ModelError, PlanError
 from halftune.hardware.catalogue import lookup
 from halftune.model.adapters import attach_adapter
-from halftune.model.architectures import own_architectures, runs_its_code
-from halftune.model.load import load_model
-from halftune.model.merge import merge_adapter
-from halftune.model.packing_check import packing_verdict
-from halftune.model.patch import registered_attention
-from halftune.model.patch_linear import routed_linear_layers
+from halftune.model.attention.linear import routed_linear_layers
+from halftune.model.attention.packing_check import packing_verdict
+from halftune.model.attention.register import registered_attention
+from halftune.model.files.architectures import own_architectures, runs_its_code
+from halftune.model.load.load import load_model
+from halftune.model.result.merge import merge_adapter
+from halftune.model.result.save import save_final
 from halftune.model.rwkv7 import mixing, modeling
 from halftune.model.rwkv7.configuration import RWKV7Config
 from halftune.model.rwkv7.modeling import RWKV7ForCausalLM
 from halftune.model.rwkv7.row_context import describe_row
-from halftune.model.save import save_final
-from halftune.model.tokenizer import load_tokenizer
+from halftune.model.tokenizer.tokenizer import load_tokenizer
 from halftune.plan import Plan
 from halftune.precision.resolve import keep_fp32
 from halftune.precision.trace.cuda_rules import cuda_autocast_rules
@@ -308,6 +308,8 @@ def test_the_check_before_packing_sees_a_leak(changes: dict[str, Any], monkeypat
 @pytest.mark.slow
 def test_whoever_reads_no_rwkv7_imports_none() -> None:
     """Its model takes seconds to import, and a look at data wants a tokenizer only."""
-    program = "import sys, halftune.model.tokenizer; print([one for one in sys.modules if 'rwkv7.modeling' in one])"
+    program = (
+        "import sys, halftune.model.tokenizer.tokenizer; print([one for one in sys.modules if 'rwkv7.modeling' in one])"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -15,12 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from halftune.config.sections.model import LoraAdapter, NoAdapter
 from halftune.core.errors import TrainingError
-from halftune.model import save
 from halftune.model.adapters import attach_adapter, load_adapter
-from halftune.model.load import load_model
-from halftune.model.merge import merge_adapter
-from halftune.model.save import save_final, write_model
-from halftune.model.tokenizer import load_tokenizer
+from halftune.model.load.load import load_model
+from halftune.model.result import save
+from halftune.model.result.merge import merge_adapter
+from halftune.model.result.save import save_final, write_model
+from halftune.model.tokenizer.tokenizer import load_tokenizer
 from halftune.precision.report import check_dtypes
 
 IDS = torch.arange(20).reshape(2, 10)

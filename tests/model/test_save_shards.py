@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from halftune.model.architectures import no_progress_bars
-from halftune.model.save import write_model, write_shards
+from halftune.model.files.architectures import no_progress_bars
+from halftune.model.result.save import write_model, write_shards
 
 SMALL: dict[str, Any] = {
     "hidden_size": 16,

@@ -11,8 +11,8 @@ from tiny_model import checkpoint, plan, section
 from halftune.config.sections.model import LoraAdapter, NoAdapter
 from halftune.core.errors import ModelError
 from halftune.model.adapters import attach_adapter
-from halftune.model.load import load_model
-from halftune.model.save import load_trainable_state, trainable_state
+from halftune.model.load.load import load_model
+from halftune.model.result.save import load_trainable_state, trainable_state
 
 
 def fresh(folder: Path, seed: int, adapter=None) -> torch.nn.Module:

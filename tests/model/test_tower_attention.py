@@ -25,14 +25,14 @@ from halftune.doctor.trace_model import trace_model
 from halftune.hardware.catalogue import lookup
 from halftune.methods import make_method
 from halftune.model.adapters import attach_adapter
+from halftune.model.attention.register import current_guard
+from halftune.model.files.locate import media_of
 from halftune.model.generate import autocast
-from halftune.model.load import load_model
-from halftune.model.locate import media_of
-from halftune.model.patch import current_guard
-from halftune.model.policy import PolicyModel
-from halftune.model.tokenizer import load_tokenizer
+from halftune.model.load.load import load_model
+from halftune.model.policy.policy import PolicyModel
+from halftune.model.tokenizer.tokenizer import load_tokenizer
 from halftune.plan import Plan, resolve
-from halftune.train.feed import Feed
+from halftune.train.batches.feed import Feed
 from halftune.train.setup import media_inputs
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -30,15 +30,15 @@ from halftune.config.run import RunConfig
 from halftune.config.sections.model import LoraAdapter, NoAdapter
 from halftune.core.errors import ModelError
 from halftune.hardware.catalogue import lookup
-from halftune.model import load
 from halftune.model.adapters import attach_adapter, load_adapter
-from halftune.model.lazy_weights import LazyWeights
-from halftune.model.load import load_model
-from halftune.model.merge import merge_adapter
-from halftune.model.packing_check import packing_verdict
-from halftune.model.save import save_final, write_model
-from halftune.model.tokenizer import load_tokenizer
-from halftune.model.towers import NotLoaded, small_multimodal_copy, towers_called_for_text, towers_of
+from halftune.model.attention.packing_check import packing_verdict
+from halftune.model.load import load
+from halftune.model.load.lazy_weights import LazyWeights
+from halftune.model.load.load import load_model
+from halftune.model.load.towers import NotLoaded, small_multimodal_copy, towers_called_for_text, towers_of
+from halftune.model.result.merge import merge_adapter
+from halftune.model.result.save import save_final, write_model
+from halftune.model.tokenizer.tokenizer import load_tokenizer
 from halftune.plan import explain, resolve, to_dict
 
 KEEP = (r"(^|\.)A_log$",)

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from tiny_model import because, checkpoint, plan, section
 
 from halftune.core.errors import ModelError
-from halftune.model.lazy_weights import CPU, LazyWeights
-from halftune.model.load import load_model
-from halftune.model.save import write_model
+from halftune.model.load.lazy_weights import CPU, LazyWeights
+from halftune.model.load.load import load_model
+from halftune.model.result.save import write_model
 from halftune.plan import Plan
 
 NAME = "model.layers.1.mlp.up_proj.weight"

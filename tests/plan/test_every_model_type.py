@@ -21,7 +21,7 @@ from halftune.config.run import RunConfig
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
 from halftune.hardware.catalogue import lookup
-from halftune.model.packing_check import REFUSALS
+from halftune.model.attention.packing_check import REFUSALS
 from halftune.plan import resolve
 
 IMAGES, TEXT = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 from published import QWEN2_5_0_5B
 
-from halftune.cli import main, preflight, train
+from halftune.cli import main, preflight
+from halftune.cli.verbs import train
 from halftune.config.load import load_config
 from halftune.config.render import resolved_yaml
 from halftune.core.errors import DataError, MissingPackageError, ModelError
 from halftune.hardware.catalogue import lookup
 from halftune.launch.command import world_size
-from halftune.model.builtin import materialize
+from halftune.model.files.builtin import materialize
 
 RECIPE = """\
 model: {name_or_path: "builtin:qwen2-tiny"}

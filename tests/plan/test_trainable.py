@@ -14,9 +14,9 @@ from halftune.config.facts.model import ModelFacts, facts_from_config
 from halftune.config.sections.model import AdapterSection, LoraAdapter, NoAdapter
 from halftune.core.errors import ConfigError, HalftuneError, PlanError
 from halftune.model.adapters import attach_adapter
-from halftune.plan import targets
-from halftune.plan.train_only import trained_patterns
-from halftune.plan.trainable import count_trainable
+from halftune.plan.weights import targets
+from halftune.plan.weights.train_only import trained_patterns
+from halftune.plan.weights.trainable import count_trainable
 
 SMALL = {
     "hidden_size": 64,

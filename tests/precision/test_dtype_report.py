@@ -11,7 +11,7 @@ from tiny_model import checkpoint, plan, section
 from halftune.config.sections.model import LoraAdapter
 from halftune.core.errors import DtypeContractError
 from halftune.model.adapters import attach_adapter
-from halftune.model.load import load_model
+from halftune.model.load.load import load_model
 from halftune.precision.dtypes import autocast, format_of, torch_dtype
 from halftune.precision.report import check_dtypes, dtype_report
 

@@ -18,8 +18,8 @@ from halftune.config.load import load_config
 from halftune.doctor.trace_model import objection
 from halftune.hardware.catalogue import lookup
 from halftune.infer.session import open_session
-from halftune.model.completed_run import open_run
-from halftune.model.patch import current_guard
+from halftune.model.attention.register import current_guard
+from halftune.model.result.completed_run import open_run
 from halftune.plan import resolve
 from halftune.precision.trace.findings import findings
 from halftune.precision.trace.tracer import Tracer

@@ -22,8 +22,8 @@ from halftune.core.errors import DtypeContractError
 from halftune.doctor import inputs
 from halftune.doctor.trace_model import TraceReport, trace_model
 from halftune.hardware.catalogue import lookup
-from halftune.model.load import load_model
-from halftune.model.patch import current_guard
+from halftune.model.attention.register import current_guard
+from halftune.model.load.load import load_model
 from halftune.plan import Plan, resolve
 from halftune.precision.dtypes import autocast
 from halftune.precision.trace.skip_kernels import skip_triton_kernels

@@ -21,7 +21,7 @@ from halftune.doctor.trace_model import trace_model
 from halftune.export.merged import export_run
 from halftune.hardware.catalogue import lookup
 from halftune.infer.session import open_session
-from halftune.model.completed_run import open_run
+from halftune.model.result.completed_run import open_run
 from halftune.plan import resolve
 from halftune.train.trainer import train
 

@@ -15,8 +15,8 @@ from transformers import AttentionInterface
 
 from halftune.config.sections.model import LoraAdapter, NoAdapter
 from halftune.model.adapters import attach_adapter
-from halftune.model.load import load_model
-from halftune.model.patch import current_guard, guarded_imports, registered_attention
+from halftune.model.attention.register import current_guard, guarded_imports, registered_attention
+from halftune.model.load.load import load_model
 from halftune.precision.dtypes import autocast
 from halftune.precision.patched import hold_while_running
 from halftune.precision.rebind import as_installed

@@ -25,11 +25,11 @@ from halftune.data.store import NO_LABEL, Example, Segment
 from halftune.export.merged import export_run
 from halftune.methods import AdapterOff, Loss
 from halftune.methods.grpo import ADVANTAGES, Grpo
-from halftune.model.builtin import materialize
-from halftune.model.completed_run import open_run
-from halftune.model.load import load_model
-from halftune.model.policy import PolicyModel
-from halftune.model.tokenizer import load_tokenizer
+from halftune.model.files.builtin import materialize
+from halftune.model.load.load import load_model
+from halftune.model.policy.policy import PolicyModel
+from halftune.model.result.completed_run import open_run
+from halftune.model.tokenizer.tokenizer import load_tokenizer
 
 CONSTANT = 1e-5
 

@@ -14,12 +14,12 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from halftune.config.builtin_models import BUILTIN_MODELS
-from halftune.config.facts.of_recipe import run_facts
 from halftune.config.load import load_config
+from halftune.config.recipe_facts import run_facts
 from halftune.config.sections.model import ModelSection
 from halftune.hardware.catalogue import lookup
-from halftune.model.architectures import no_progress_bars
-from halftune.model.tokenizer import load_tokenizer
+from halftune.model.files.architectures import no_progress_bars
+from halftune.model.tokenizer.tokenizer import load_tokenizer
 from halftune.plan import resolve
 from halftune.train.callbacks.loss_plot import LossPlot
 

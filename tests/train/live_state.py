@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from halftune.train.run_inputs import UNCHANGED
+from halftune.train.checkpoint.run_inputs import UNCHANGED
 from halftune.train.state import TrainState
 
 

@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 from halftune.cli import main
 from halftune.core.errors import ConfigError, HalftuneError, ModelError, PlanError
 from halftune.model.adapters import ADAPTERS, attach_adapter, initial, load_adapter
-from halftune.model.load import load_model
-from halftune.model.merge import fp32_plan
-from halftune.plan import targets
-from halftune.plan.adapter_types import ADAPTER_TYPES
+from halftune.model.load.load import load_model
+from halftune.model.result.merge import fp32_plan
+from halftune.plan.weights import targets
+from halftune.plan.weights.adapter_types import ADAPTER_TYPES
 from halftune.precision.dtypes import autocast
 from halftune.precision.report import check_dtypes
-from halftune.train.checkpoint import first_weights, load_weights
+from halftune.train.checkpoint.checkpoint import first_weights, load_weights
 from halftune.train.trainer import train
 
 STEPS = (

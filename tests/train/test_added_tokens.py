@@ -16,14 +16,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from halftune.cli import main
 from halftune.config.sections.model import SpecialTokens, TokensSection
 from halftune.core.errors import ModelError
-from halftune.data.control_tokens import special_tokens
+from halftune.data.templates.control_tokens import special_tokens
 from halftune.infer.session import open_session
-from halftune.model.added_tokens import add_rows, add_tokens, visible_text
-from halftune.model.builtin import materialize
-from halftune.model.completed_run import open_run
-from halftune.model.tokenizer import load_tokenizer
-from halftune.model.vocabulary import is_tied
-from halftune.plan.added_tokens import rows_for
+from halftune.model.files.builtin import materialize
+from halftune.model.result.completed_run import open_run
+from halftune.model.tokenizer.added_tokens import add_rows, add_tokens, visible_text
+from halftune.model.tokenizer.tokenizer import load_tokenizer
+from halftune.model.tokenizer.vocabulary import is_tied
+from halftune.plan.weights.added_tokens import rows_for
 
 TOKENS = {"add": ["<|note|>", "<|end_note|>"], "special": {"pad": "<|note|>"}, "pad_to_multiple_of": 16}
 
@@ -72,11 +72,16 @@ def train(folder: Path, base: Path, adapter: str) -> Path:
     return folder / "run"
 
 
+def grow(model: Any, base: Path, *, lazy: bool) -> None:
+    asked = section(base, tokens=TOKENS)
+    add_rows(model, len(load_tokenizer(asked)), asked.tokens, lazy=lazy)
+
+
 @pytest.mark.parametrize(("like", "tied"), [("qwen2-tiny", True), ("llama-tiny", False)])
 def test_new_rows_are_the_mean_of_the_old_ones(like: str, tied: bool, tmp_path: Path) -> None:
     base = base_of(tmp_path / "base", like)
     model, before = loaded(base), loaded(base)
-    add_rows(model, section(base, tokens=TOKENS), lazy=False)
+    grow(model, base, lazy=False)
     assert is_tied(model) == is_tied(before) == tied
     assert model.config.vocab_size == 4112
     for get in ("get_input_embeddings", "get_output_embeddings"):
@@ -132,12 +137,12 @@ def test_quantised_and_sharded_embeddings_are_refused(tmp_path: Path) -> None:
     base = base_of(tmp_path / "base", "qwen2-tiny")
     model = loaded(base)
     with pytest.raises(ModelError) as error:
-        add_rows(model, section(base, tokens=TOKENS), lazy=True)
+        grow(model, base, lazy=True)
     assert error.value.code == "model.tokens_unsupported"
     embedding = model.get_input_embeddings()
     embedding.weight = torch.nn.Parameter(embedding.weight.to(torch.int8), requires_grad=False)
     with pytest.raises(ModelError) as error:
-        add_rows(model, section(base, tokens=TOKENS), lazy=False)
+        grow(model, base, lazy=False)
     assert error.value.code == "model.tokens_unsupported"
 
 

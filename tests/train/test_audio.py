@@ -24,24 +24,24 @@ from halftune.config.facts.media import AUDIO_FAMILIES, REFUSED, check_processor
 from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
 from halftune.core.errors import ConfigError, DataError, ModelError, PlanError
-from halftune.data.builtin.tones import RATE, rows
 from halftune.data.media.sound import header, samples
 from halftune.data.pipeline import prepare
 from halftune.data.preflight import validate_data
+from halftune.data.sources.builtin.tones import RATE, rows
 from halftune.data.store import NO_LABEL
 from halftune.export.merged import export_run
 from halftune.hardware.catalogue import lookup
 from halftune.infer.session import open_session
 from halftune.methods import make_method
 from halftune.model.adapters import attach_adapter
-from halftune.model.builtin import materialize
-from halftune.model.completed_run import open_run
-from halftune.model.load import load_model
-from halftune.model.locate import media_of
-from halftune.model.policy import PolicyModel
-from halftune.model.tokenizer import load_tokenizer
+from halftune.model.files.builtin import materialize
+from halftune.model.files.locate import media_of
+from halftune.model.load.load import load_model
+from halftune.model.policy.policy import PolicyModel
+from halftune.model.result.completed_run import open_run
+from halftune.model.tokenizer.tokenizer import load_tokenizer
 from halftune.plan import Plan, resolve
-from halftune.train.feed import Feed
+from halftune.train.batches.feed import Feed
 from halftune.train.setup import media_inputs
 from halftune.train.trainer import train
 

@@ -17,13 +17,13 @@ from patience import until
 
 from halftune.core.errors import DataError
 from halftune.data.batch import Batch, collate
-from halftune.data.order import BatchRule, Row, by_length, padded_batches, round_up
+from halftune.data.order.epoch import BatchRule, Row, by_length, padded_batches, round_up
 from halftune.data.pipeline import prepare
 from halftune.data.store import NO_LABEL, Example, Segment
 from halftune.methods import make_method
 from halftune.methods.sft import Sft
-from halftune.model.tokenizer import load_tokenizer
-from halftune.train.feed import Feed, prefetched
+from halftune.model.tokenizer.tokenizer import load_tokenizer
+from halftune.train.batches.feed import Feed, prefetched
 from halftune.train.trainer import train
 from halftune_kernels.arguments import on_host
 
@@ -163,7 +163,7 @@ def test_steps_are_the_position_in_the_data(recipe: Any) -> None:
 
 
 def test_an_order_is_worked_out_once(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from halftune.train import feed as module
+    from halftune.train.batches import feed as module
 
     feed = feed_of(recipe, "data.packing=true", "training.per_device_train_batch_size=1")
     calls = []
@@ -278,18 +278,16 @@ def test_a_prefetching_feed_is_the_same_feed(recipe: Any, monkeypatch: pytest.Mo
     assert not [thread for thread in threading.enumerate() if thread.name == "halftune-prefetch"]
 
 
-@pytest.mark.parametrize("where", ["training", "evaluation"])
+@pytest.mark.parametrize("where", ["loss", "evaluate"])
 def test_no_thread_outlives_an_error(recipe: Any, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     monkeypatch.setattr(Batch, "pinned", lambda self: self)
-    forward, ahead = Sft.loss, Feed._ahead
+    ahead = Feed._ahead
     monkeypatch.setattr(Feed, "_ahead", lambda self, made: ahead(replace(self, device=torch.device("cpu")), made))
 
-    def broken(self: Any, policy: Any, *args: Any) -> Any:
-        if policy.model.training == (where == "training"):
-            raise KeyError("a bug")
-        return forward(self, policy, *args)
+    def broken(*_: Any) -> Any:
+        raise KeyError("a bug")
 
-    monkeypatch.setattr(Sft, "loss", broken)
+    monkeypatch.setattr(Sft, where, broken)
     with pytest.raises(KeyError):
         train(*recipe("data.eval_split=16", "training.eval_steps=1", "training.per_device_eval_batch_size=4"))
     assert not [thread for thread in threading.enumerate() if thread.name == "halftune-prefetch"]

@@ -24,18 +24,18 @@ from halftune.core.errors import MissingPackageError, TrainingError
 from halftune.plan import BatchPlan, MemoryPlan, Plan
 from halftune.precision import PrecisionPlan
 from halftune.train import callbacks
+from halftune.train.callback import CallbackList, StepMetrics
 from halftune.train.callbacks import samples as samples_module
-from halftune.train.callbacks import trackers
-from halftune.train.callbacks.base import CallbackList, StepMetrics
 from halftune.train.callbacks.early_stopping import EarlyStopping
 from halftune.train.callbacks.environment import Environment
 from halftune.train.callbacks.high_loss import HighLoss
-from halftune.train.callbacks.logger import Logger, tree
 from halftune.train.callbacks.metrics import MetricsFile
 from halftune.train.callbacks.samples import Samples
 from halftune.train.callbacks.status import Pace, ProgressBar, ProgressLines
-from halftune.train.callbacks.tensorboard import TensorBoard
-from halftune.train.callbacks.wandb import WeightsAndBiases
+from halftune.train.callbacks.trackers import accelerate as trackers
+from halftune.train.callbacks.trackers.logger import Logger, tree
+from halftune.train.callbacks.trackers.tensorboard import TensorBoard
+from halftune.train.callbacks.trackers.wandb import WeightsAndBiases
 from halftune.train.state import TrainState
 
 MakeRun = Callable[..., TrainState]

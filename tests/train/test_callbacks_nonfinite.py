@@ -18,9 +18,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from halftune.core.choice import Choice
 from halftune.core.errors import TrainingError
 from halftune.core.manifest import seal
-from halftune.model.policy import PolicyModel
-from halftune.train.callbacks.base import StepMetrics
-from halftune.train.callbacks.nonfinite import MAX_SKIPPED, NonFiniteWatch, check_finite, watch
+from halftune.model.policy.policy import PolicyModel
+from halftune.train.callback import StepMetrics
+from halftune.train.loop.nonfinite import MAX_SKIPPED, NonFiniteWatch, check_finite, watch
 from halftune.train.state import TrainState
 
 Batch = dict[str, torch.Tensor]

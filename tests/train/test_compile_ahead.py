@@ -18,8 +18,8 @@ from halftune.config.facts.model import read_model_facts
 from halftune.config.load import LoadedConfig, load_config
 from halftune.core.errors import PlanError
 from halftune.hardware.catalogue import lookup
-from halftune.model import compile_kernels as ahead
-from halftune.model.patch_linear import route_linear_layers
+from halftune.model.attention import compile_kernels as ahead
+from halftune.model.attention.linear import route_linear_layers
 from halftune.plan import Plan, resolve
 from halftune.train.compile_ahead import compile_ahead
 from halftune.train.setup import make_model

@@ -20,15 +20,15 @@ from tiny_model import TOKENS, a_model
 from torch.nn import functional as F
 
 from halftune.cli.preflight import check_inputs
-from halftune.config.facts.of_recipe import run_facts
+from halftune.config.recipe_facts import run_facts
 from halftune.config.sections.method import DistillMethod
 from halftune.core.errors import ConfigError, ModelError, PlanError, TrainingError
 from halftune.data.batch import collate
 from halftune.data.store import Example, Segment
 from halftune.methods.distill import Distill
-from halftune.model import divergence
-from halftune.model.head import HeadRows
-from halftune.model.policy import PolicyModel
+from halftune.model.policy import divergence
+from halftune.model.policy.head import HeadRows
+from halftune.model.policy.policy import PolicyModel
 from halftune.train.rollouts.distill import DistillRollouts, prompt_of
 from halftune.train.rollouts.sampling import Sampler
 from halftune.train.trainer import train

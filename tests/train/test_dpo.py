@@ -16,14 +16,14 @@ from torch.nn import functional as F
 from halftune.config.sections.method import DpoMethod
 from halftune.core.errors import ConfigError, DataError, PlanError
 from halftune.data.batch import WEIGHT, collate
-from halftune.data.conversation import Preference, RowDropped, RowError
 from halftune.data.formats import load_format
+from halftune.data.formats.conversation import Preference, RowDropped, RowError
 from halftune.data.pipeline import prepare
 from halftune.data.store import Example, Segment
 from halftune.methods import AdapterOff
 from halftune.methods.dpo import Dpo
-from halftune.model.policy import PolicyModel
-from halftune.model.tokenizer import load_tokenizer
+from halftune.model.policy.policy import PolicyModel
+from halftune.model.tokenizer.tokenizer import load_tokenizer
 from halftune.train.trainer import train
 
 QUESTION, GOOD, BAD = (

@@ -18,7 +18,7 @@ from halftune.data.store import Example, Segment
 from halftune.methods import AdapterOff
 from halftune.methods.sft import Sft
 from halftune.model.embedding_noise import add_noise
-from halftune.model.policy import PolicyModel
+from halftune.model.policy.policy import PolicyModel
 from halftune.train.trainer import train
 
 LENGTHS = (3, 21, 12)

@@ -12,9 +12,9 @@ import torch
 from tiny_model import checkpoint
 
 from halftune.config.builtin_models import VOCAB_SIZE
-from halftune.train.folder import RunFolder
+from halftune.train.loop.step import evaluate
+from halftune.train.run_folder.folder import RunFolder
 from halftune.train.setup import build
-from halftune.train.step import evaluate
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

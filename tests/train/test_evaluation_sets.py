@@ -10,9 +10,9 @@ import pytest
 from safetensors.torch import load_file
 
 from halftune.train import trainer
-from halftune.train.folder import RunFolder
+from halftune.train.loop.step import evaluate
+from halftune.train.run_folder.folder import RunFolder
 from halftune.train.setup import build
-from halftune.train.step import evaluate
 from halftune.train.trainer import train
 
 

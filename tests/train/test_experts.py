@@ -15,8 +15,8 @@ from halftune.core.errors import ConfigError, PlanError
 from halftune.export.merged import export_run
 from halftune.infer.session import open_session
 from halftune.model.adapters import attach_adapter, load_adapter
-from halftune.model.completed_run import open_run
-from halftune.model.load import load_model
+from halftune.model.load.load import load_model
+from halftune.model.result.completed_run import open_run
 from halftune.train.trainer import train
 
 BOTH = "adapter.target_parameters=[experts.gate_up_proj, experts.down_proj]"

@@ -16,10 +16,10 @@ from halftune.core.errors import PlanError
 from halftune.export.merged import export_run
 from halftune.infer.session import open_session
 from halftune.model.adapters import load_adapter
-from halftune.model.architectures import no_progress_bars
-from halftune.model.completed_run import open_run
-from halftune.model.load import load_model
-from halftune.model.packing_check import packing_verdict
+from halftune.model.attention.packing_check import packing_verdict
+from halftune.model.files.architectures import no_progress_bars
+from halftune.model.load.load import load_model
+from halftune.model.result.completed_run import open_run
 from halftune.train.trainer import train
 
 SMALL = {

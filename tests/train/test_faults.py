@@ -24,18 +24,18 @@ from halftune.core.status import read_status
 from halftune.data.batch import Batch
 from halftune.methods import Loss, Reference
 from halftune.methods.sft import Sft
-from halftune.model.policy import PolicyModel
-from halftune.model.save import save_final, trainable_state
+from halftune.model.policy.policy import PolicyModel
+from halftune.model.result.save import save_final, trainable_state
 from halftune.plan import BatchPlan
-from halftune.train import stepper
-from halftune.train.callbacks.base import StepMetrics
+from halftune.train.callback import StepMetrics
 from halftune.train.callbacks.loss_plot import LossPlot
 from halftune.train.callbacks.metrics import MetricsFile
-from halftune.train.checkpoint_list import checkpoints, newest_valid
-from halftune.train.out_of_memory import out_of_memory, smaller
+from halftune.train.loop import stepper
+from halftune.train.loop.out_of_memory import out_of_memory, smaller
 from halftune.train.parallel import saving
 from halftune.train.parallel.strategy import Strategy
 from halftune.train.report.page import Report
+from halftune.train.run_folder.checkpoints import checkpoints, newest_valid
 from halftune.train.state import TrainState
 from halftune.train.trainer import train
 
@@ -61,7 +61,8 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """``narrow(4)``: a forward pass of more than 4 rows asks torch's own allocator for more than there is."""
 
     def make(rows: int, *, from_step: int = 0, training: bool = True) -> None:
-        forward, steps = Sft.loss, iter(range(10**6))
+        name = "loss" if training else "evaluate"
+        forward, steps = getattr(Sft, name), iter(range(10**6))
         step = stepper.start_step
         count = {"now": 0}
 
@@ -71,16 +72,12 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
         def limited(self: Sft, policy: PolicyModel, batch: Batch, reference: Reference) -> Loss:
             loss = forward(self, policy, batch, reference)  # dropout has drawn by the time that memory runs out
-            if (
-                policy.model.training == training
-                and len(batch.inputs["input_ids"]) > rows
-                and count["now"] >= from_step
-            ):
+            if len(batch.inputs["input_ids"]) > rows and count["now"] >= from_step:
                 torch.empty(FLASH_EVERYWHERE, dtype=torch.uint8)
             return loss
 
         monkeypatch.setattr(stepper, "start_step", counted)
-        monkeypatch.setattr(Sft, "loss", limited)
+        monkeypatch.setattr(Sft, name, limited)
 
     return make
 

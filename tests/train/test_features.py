@@ -16,13 +16,13 @@ from halftune.core.errors import PlanError
 from halftune.data.media.feature_store import FeatureStore
 from halftune.data.pipeline import prepare
 from halftune.model.adapters import attach_adapter
-from halftune.model.load import load_model
-from halftune.model.locate import media_of
-from halftune.model.policy import PolicyModel
-from halftune.model.tokenizer import load_tokenizer
+from halftune.model.files.locate import media_of
+from halftune.model.load.load import load_model
+from halftune.model.policy.policy import PolicyModel
+from halftune.model.tokenizer.tokenizer import load_tokenizer
 from halftune.precision.dtypes import autocast
-from halftune.train.features import FeatureProcessor, with_features
-from halftune.train.feed import Feed
+from halftune.train.batches.features import FeatureProcessor, with_features
+from halftune.train.batches.feed import Feed
 from halftune.train.trainer import train
 
 

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from halftune.config.sections.method import DpoLoss, GrpoMethod, MethodSection
 from halftune.data.batch import WEIGHT, Batch, collate
-from halftune.data.groups import LABEL
+from halftune.data.encode.groups import LABEL
 from halftune.data.store import Example, Segment
 from halftune.methods import make_method
 from halftune.methods.grpo import ADVANTAGES, SAMPLED, SERVED
 from halftune.methods.reward import MARGIN
-from halftune.model.policy import PolicyModel
+from halftune.model.policy.policy import PolicyModel
 
 EXAMPLES = 3
 SMOOTHED = ("robust", "exo_pair", "sigmoid")
@@ -88,7 +88,7 @@ def logprobs(number: int) -> Tensor:
 @pytest.mark.parametrize(
     "keys", CASES, ids=lambda keys: "-".join(str(keys[key]) for key in ("type", "loss") if key in keys)
 )
-def test_gradient(keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient(keys: dict[str, Any]) -> None:
     section: Any = TypeAdapter(MethodSection).validate_python(keys)
     batch, labels = a_batch(section)
     method, tokens = make_method(section), isinstance(section, GrpoMethod)
@@ -96,7 +96,6 @@ def test_gradient(keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None
     values, known = logprobs(number), Told(logprobs(number))
     if tokens:
         values = batch.columns[SAMPLED] + 0.3 * torch.randn(number, dtype=torch.float64)
-        monkeypatch.setattr("halftune.methods.grpo.AdapterOff", Told)
     if section.type == "kto" and section.loss == "kto":  # half of them belong to mismatched answers
         values = values[: number // 2]
     others = logprobs(len(values))

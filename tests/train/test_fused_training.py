@@ -10,7 +10,7 @@ import torch
 from process_group import in_processes, train_all
 from safetensors.torch import load_file
 
-from halftune.model.result import FINISHED
+from halftune.model.files.result import FINISHED
 from halftune.train.trainer import train
 
 PACKED = ("data.packing=true", "training.max_steps=2")

@@ -35,13 +35,13 @@ from halftune.data.store import Example, Segment
 from halftune.hardware.catalogue import lookup
 from halftune.methods import AdapterOff
 from halftune.methods.grpo import ADVANTAGES, SAMPLED, SERVED, Grpo, advantages, reward_metrics, spread
-from halftune.model.policy import PolicyModel
-from halftune.model.tokenizer import load_tokenizer
+from halftune.model.policy.policy import PolicyModel
+from halftune.model.tokenizer.tokenizer import load_tokenizer
 from halftune.plan import resolve
+from halftune.train.checkpoint.run_inputs import _rewards
 from halftune.train.rewards import Rewards
 from halftune.train.rewards.exact_answer import exact_answer, last_number
 from halftune.train.rollouts.sampling import Answer, Sampler, Sampling
-from halftune.train.run_inputs import _rewards
 from halftune.train.trainer import train
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -177,6 +177,16 @@ def test_the_second_update_on_a_batch_of_answers_is_that_of_trl(loss: Any, level
     norm = torch.stack([one.norm() for one in theirs]).norm()
     apart = torch.stack([(a - b).norm() for a, b in zip(ours, theirs, strict=True)]).norm()
     assert float(apart / norm) < 1e-5
+
+
+def test_the_evaluation_loss_is_the_negative_reward() -> None:
+    """A batch that only keeps processes in step has no answers, and counts nothing."""
+    nothing: Any = None
+    columns = {WEIGHT: torch.tensor([1.0, 0.0, 1.0]), "reward": torch.tensor([0.5, float("nan"), 2.0])}
+    found = Grpo(section()).evaluate(nothing, Batch({}, columns=columns), nothing)
+    assert float(found.total) == -2.5
+    assert [float(one) for one in found.metrics["reward"]] == [2.5, 2]
+    assert float(Grpo(section()).evaluate(nothing, Batch({}, columns={WEIGHT: torch.zeros(1)}), nothing).total) == 0
 
 
 def test_advantages_are_relative_to_the_group() -> None:
@@ -558,10 +568,11 @@ def test_prompts_are_read_from_conversations_and_from_prompts(tmp_path: Path) ->
     for name, row in rows.items():
         (tmp_path / name).write_text(json.dumps(row) + "\n")
         config = load_config(ROOT / "configs" / "tiny" / "grpo.yaml", [f"data.train={tmp_path / name}"]).run
-        segment = prepare(config, tokenizer).train.example(0).segments[0]
+        example = prepare(config, tokenizer).train.example(0)
+        (segment,) = example.segments
         assert tokenizer.decode(segment.input_ids).endswith("Hi?<|im_end|>\n<|im_start|>assistant\n")
         assert not segment.loss_mask.any()
-        assert json.loads(segment.media) == (row | {"answer": "Ho."} if name == "talk.jsonl" else row)
+        assert example.row == (row | {"answer": "Ho."} if name == "talk.jsonl" else row)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from process_group import curve, in_processes, train_all
 
 from halftune.config.facts.model import read_model_facts
@@ -67,8 +66,7 @@ def test_two_functions_give_the_advantages_and_metrics_by_hand(
     loss = Grpo.loss
 
     def watched(self: Grpo, policy: Any, batch: Any, reference: Any) -> Loss:
-        if torch.is_grad_enabled():
-            found.update(zip(batch.examples, batch.columns[ADVANTAGES].view(-1, 4).tolist(), strict=True))
+        found.update(zip(batch.examples, batch.columns[ADVANTAGES].view(-1, 4).tolist(), strict=True))
         return loss(self, policy, batch, reference)
 
     monkeypatch.setattr(Grpo, "loss", watched)

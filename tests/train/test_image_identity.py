@@ -17,12 +17,12 @@ from test_images import fed, recipe
 from tiny_images import asked, write_image
 
 from halftune.cli.preflight import check_inputs
-from halftune.config.facts.of_recipe import run_facts
+from halftune.config.recipe_facts import run_facts
 from halftune.core.errors import ConfigError, HalftuneError
 from halftune.data.media import reference
 from halftune.data.media.audio import AudioProcessor
 from halftune.data.media.reference import BadMedia, decode, refer
-from halftune.model.locate import media_of
+from halftune.model.files.locate import media_of
 from halftune.train.trainer import train
 
 ROWS = 80  # more than the fingerprint of the samples holds

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from halftune.train import interrupt
-from halftune.train.interrupt import SIGNALS, Interrupts
+from halftune.train.signals import interrupt
+from halftune.train.signals.interrupt import SIGNALS, Interrupts
 
 
 class Left(BaseException):

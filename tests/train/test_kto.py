@@ -16,13 +16,13 @@ from trl.trainer.utils import add_fused_lm_head
 
 from halftune.config.sections.method import KtoMethod
 from halftune.data.batch import WEIGHT, collate
-from halftune.data.conversation import Rated, RowDropped, RowError
+from halftune.data.encode.groups import LABEL, Grouper
 from halftune.data.formats import load_format
-from halftune.data.groups import LABEL, Grouper
+from halftune.data.formats.conversation import Rated, RowDropped, RowError
 from halftune.data.store import Example, Segment
 from halftune.methods import AdapterOff
 from halftune.methods.kto import Kto
-from halftune.model.policy import PolicyModel
+from halftune.model.policy.policy import PolicyModel
 
 PAD, SIZE = 0, 4
 GOOD = (1.0, 0.0, 0.0, 1.0)

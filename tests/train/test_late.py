@@ -22,10 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halftune.config.sections.method import DistillMethod
 from halftune.core.errors import TrainingError
 from halftune.methods.sft import Sft
-from halftune.train import setup, stepper
-from halftune.train.interrupt import Interrupted
-from halftune.train.processes import Readout
+from halftune.train import setup
+from halftune.train.loop import stepper
+from halftune.train.parallel.processes import Readout
 from halftune.train.report.page import Report
+from halftune.train.signals.interrupt import Interrupted
 from halftune.train.state import TrainState
 from halftune.train.trainer import train
 
@@ -63,15 +64,19 @@ def same(one: Path, other: Path) -> bool:
 
 def poison(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
     """Losses of these batches are not finite, whenever they are computed."""
-    forward, seen = Sft.loss, list[tuple[int, ...]]()
+    seen = list[tuple[int, ...]]()
 
-    def poisoned(self: Sft, policy: Any, batch: Any, reference: Any) -> Any:
-        if batch.examples not in seen:
-            seen.append(batch.examples)
-        loss = forward(self, policy, batch, reference)
-        return replace(loss, total=loss.total * float("nan")) if seen.index(batch.examples) in numbers else loss
+    def with_poison(forward: Any) -> Any:
+        def poisoned(self: Sft, policy: Any, batch: Any, reference: Any) -> Any:
+            if batch.examples not in seen:
+                seen.append(batch.examples)
+            loss = forward(self, policy, batch, reference)
+            return replace(loss, total=loss.total * float("nan")) if seen.index(batch.examples) in numbers else loss
 
-    monkeypatch.setattr(Sft, "loss", poisoned)
+        return poisoned
+
+    monkeypatch.setattr(Sft, "loss", with_poison(Sft.loss))
+    monkeypatch.setattr(Sft, "evaluate", with_poison(Sft.evaluate))
 
 
 def test_late_steps_are_the_same_steps(run: Run) -> None:

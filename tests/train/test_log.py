@@ -8,9 +8,10 @@ import logging
 import pytest
 
 from halftune.core.log import _ALIKE, configure
-from halftune.core.process import Process
+from halftune.core.processes.process import Process
 from halftune.data import pipeline
-from halftune.train import resume, setup
+from halftune.train import setup
+from halftune.train.checkpoint import resume
 
 
 @pytest.mark.parametrize(("rank", "local", "said"), [(0, 0, 3), (1, 1, 1), (8, 0, 3)])

@@ -17,7 +17,7 @@ from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
 from halftune.export.merged import export_run
 from halftune.hardware.catalogue import lookup
-from halftune.model.completed_run import open_run
+from halftune.model.result.completed_run import open_run
 from halftune.plan import Plan, resolve
 from halftune.train.trainer import train
 

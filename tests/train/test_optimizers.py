@@ -23,11 +23,11 @@ from halftune.config.sections.training import TrainingSection
 from halftune.core.errors import ConfigError, PlanError, TrainingError
 from halftune.core.optional import version_of
 from halftune.model.adapters import attach_adapter
-from halftune.model.load import load_model
+from halftune.model.load.load import load_model
 from halftune.optim import BUILDERS, make_optimizer, show_average
 from halftune.optim.device_side import skipping
-from halftune.train.checkpoint import load_checkpoint, save_checkpoint
-from halftune.train.folder import RESOLVED
+from halftune.train.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from halftune.train.run_folder.folder import RESOLVED
 from halftune.train.schedule import make_schedule
 from halftune.train.state import TrainState
 from halftune.train.trainer import train
@@ -156,7 +156,7 @@ def test_groups_hold_every_trained_weight_once_and_its_state_is_as_declared(
     folder: Path, name: str, adapter: str
 ) -> None:
     from halftune.config.facts.model import read_model_facts
-    from halftune.plan.trainable import count_trainable
+    from halftune.plan.weights.trainable import count_trainable
 
     one, spec = trained(folder, name, "fp32", ADAPTERS[adapter]), OPTIMIZERS[name]
     grouped = [id(p) for group in one.optimizer.param_groups for p in group["params"]]

@@ -26,7 +26,7 @@ from halftune.data.store import Example, Segment
 from halftune.methods import AdapterOff, Loss, make_method
 from halftune.methods.dpo import LOSSES, Dpo
 from halftune.methods.reference_free import Orpo, Simpo
-from halftune.model.policy import PolicyModel
+from halftune.model.policy.policy import PolicyModel
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 from trl.experimental.cpo import CPOTrainer

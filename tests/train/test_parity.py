@@ -9,8 +9,8 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from halftune.data.batch import Batch
-from halftune.model.save import trainable_state
-from halftune.train.folder import RunFolder
+from halftune.model.result.save import trainable_state
+from halftune.train.run_folder.folder import RunFolder
 from halftune.train.setup import build
 from halftune.train.trainer import train
 

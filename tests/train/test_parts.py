@@ -20,12 +20,12 @@ from halftune.core.errors import PlanError
 from halftune.export.merged import export_run
 from halftune.hardware.catalogue import lookup
 from halftune.model.adapters import attach_adapter
-from halftune.model.completed_run import open_run
-from halftune.model.load import load_model
-from halftune.model.policy import PolicyModel
-from halftune.model.towers import towers_of
+from halftune.model.load.load import load_model
+from halftune.model.load.towers import towers_of
+from halftune.model.policy.policy import PolicyModel
+from halftune.model.result.completed_run import open_run
 from halftune.plan import resolve
-from halftune.plan.parts import tower_parts
+from halftune.plan.weights.parts import tower_parts
 from halftune.precision.dtypes import autocast, plain_name
 from halftune.precision.report import check_dtypes
 from halftune.train.setup import optimizer_of

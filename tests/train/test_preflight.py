@@ -10,7 +10,7 @@ import torch.distributed as dist
 from halftune.config.facts.model import facts_from_config
 from halftune.config.run import RunConfig
 from halftune.core.errors import PlanError
-from halftune.core.failures import PeerLost
+from halftune.core.processes.failures import PeerLost
 from halftune.hardware.catalogue import lookup
 from halftune.plan import resolve
 from halftune.train.parallel.preflight import compare, differences, own_facts

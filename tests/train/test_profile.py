@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from halftune.train.callbacks.operator_groups import PYTHON, WAIT, group_of
-from halftune.train.callbacks.profile import NAME, TRACE
-from halftune.train.callbacks.profile_tables import tables
+from halftune.train.callbacks.profile.operator_groups import PYTHON, WAIT, group_of
+from halftune.train.callbacks.profile.profile import NAME, TRACE
+from halftune.train.callbacks.profile.tables import tables
 from halftune.train.trainer import train
 
 

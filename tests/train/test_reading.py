@@ -12,14 +12,14 @@ from process_group import in_processes
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
-from halftune.model import lazy_weights
-from halftune.model.architectures import no_progress_bars
-from halftune.model.load import load_model
+from halftune.model.files.architectures import no_progress_bars
+from halftune.model.load import lazy_weights
+from halftune.model.load.load import load_model
 from halftune.precision.dtypes import kept_names
 from halftune.train import setup
 from halftune.train.parallel import make_strategy
+from halftune.train.parallel.processes import make_accelerator
 from halftune.train.parallel.shards import own_rows
-from halftune.train.processes import make_accelerator
 
 KEPT = "shared_expert_gate"  # one row: with two processes one has none of it
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from halftune.core.quantities import clock, count, duration, rate, short_count, significant, size
 from halftune.train.callbacks.loss_plot import draw
-from halftune.train.quantities import clock, count, duration, rate, short_count, significant, size
 from halftune.train.report.page import Status, write_report
 from halftune.train.report.series import POINTS, Curves, Series, script_source, smoothed
 

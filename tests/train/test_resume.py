@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from halftune.core import atomic
 from halftune.core.errors import ConfigError, TrainingError
 from halftune.core.manifest import MANIFEST, MARKER, damage, seal
-from halftune.train.checkpoint_list import checkpoints, newest_valid, rotate
-from halftune.train.folder import already_finished
+from halftune.train.run_folder.checkpoints import checkpoints, newest_valid, rotate
+from halftune.train.run_folder.folder import already_finished
 from halftune.train.trainer import train
 
 UNEQUAL = {"seconds", "eval_seconds", "time", "memory_bytes"}
@@ -163,8 +163,8 @@ def test_never_leaves_a_used_folder_as_it_is(recipe, stopped: Path) -> None:
 
 
 def test_other_packing_code_is_refused(recipe, stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = "halftune.train.feed.Feed.batches"
-    real = __import__("halftune.train.feed", fromlist=["Feed"]).Feed.batches
+    batches = "halftune.train.batches.feed.Feed.batches"
+    real = __import__("halftune.train.batches.feed", fromlist=["Feed"]).Feed.batches
     monkeypatch.setattr(batches, lambda self, epoch: list(reversed(real(self, epoch))))
     with pytest.raises(ConfigError, match="order of the data differs"):
         train(*recipe(*SETTINGS))

@@ -21,12 +21,12 @@ from halftune.core.errors import ConfigError, TrainingError
 from halftune.data.batch import Batch
 from halftune.methods import Reference
 from halftune.methods.sft import Sft
-from halftune.model.policy import PolicyModel
-from halftune.train import stepper, trainer
-from halftune.train.callbacks import nonfinite
-from halftune.train.checkpoint_list import checkpoints, newest_valid
-from halftune.train.interrupt import Interrupted
+from halftune.model.policy.policy import PolicyModel
+from halftune.train import trainer
+from halftune.train.loop import nonfinite, stepper
 from halftune.train.report.page import Report, bring_up_to_date
+from halftune.train.run_folder.checkpoints import checkpoints, newest_valid
+from halftune.train.signals.interrupt import Interrupted
 from halftune.train.state import TrainState
 from halftune.train.trainer import train
 

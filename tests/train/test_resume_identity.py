@@ -19,16 +19,16 @@ from halftune.config.load import load_run
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ConfigError, ModelError, TrainingError
 from halftune.core.manifest import MARKER, damage, entry, seal
-from halftune.model import identity
-from halftune.model.completed_run import open_checkpoint
-from halftune.model.identity import model_identity, tokenizer_identity
-from halftune.model.result import base_of_result, finished_at
-from halftune.train import stepper
-from halftune.train.checkpoint import open_weights
-from halftune.train.checkpoint_list import find_damage, folders, state_of
-from halftune.train.checkpoint_result import write_result
-from halftune.train.folder import already_finished
-from halftune.train.same_run import recorded
+from halftune.model.files import identity
+from halftune.model.files.identity import model_identity, tokenizer_identity
+from halftune.model.files.result import base_of_result, finished_at
+from halftune.model.result.completed_run import open_checkpoint
+from halftune.train.checkpoint.checkpoint import open_weights
+from halftune.train.checkpoint.to_result import write_result
+from halftune.train.loop import stepper
+from halftune.train.run_folder.checkpoints import find_damage, folders, state_of
+from halftune.train.run_folder.folder import already_finished
+from halftune.train.run_folder.same_run import recorded
 from halftune.train.trainer import train
 
 SETTINGS = ("training.max_steps=4", "training.save_steps=2", "training.eval_steps=2", "data.cache=false")

@@ -18,7 +18,7 @@ from tiny_model import SIZES
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from trl.trainer.reward_trainer import RewardTrainer
 
-from halftune.cli import chat
+from halftune.cli.verbs import chat
 from halftune.config.builtin_models import BUILTIN_MODELS
 from halftune.config.facts.model import read_model_facts
 from halftune.config.sections.method import RewardMethod
@@ -31,10 +31,10 @@ from halftune.export.merged import export_run
 from halftune.hardware.catalogue import lookup
 from halftune.methods import AdapterOff
 from halftune.methods.reward import MARGIN, Reward
-from halftune.model.completed_run import open_run
-from halftune.model.policy import PolicyModel
-from halftune.model.score_head import ScoreHead
-from halftune.model.tokenizer import load_tokenizer
+from halftune.model.load.score_head import ScoreHead
+from halftune.model.policy.policy import PolicyModel
+from halftune.model.result.completed_run import open_run
+from halftune.model.tokenizer.tokenizer import load_tokenizer
 from halftune.plan import resolve
 from halftune.train.trainer import train
 

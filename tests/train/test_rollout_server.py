@@ -29,7 +29,7 @@ from halftune.core.errors import HalftuneError
 from halftune.hardware.catalogue import lookup
 from halftune.plan import resolve
 from halftune.train.rollouts.server import FOLDER, ServerSampler
-from halftune.train.same_run import differences, flat
+from halftune.train.run_folder.same_run import differences, flat
 from halftune.train.trainer import train
 
 ROOT = Path(__file__).resolve().parent.parent.parent

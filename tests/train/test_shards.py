@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from halftune.cli import main
-from halftune.train.checkpoint_list import OPTIMIZER, TRAINABLE, find_damage, parts
 from halftune.train.parallel import fsdp2, saving
+from halftune.train.run_folder.checkpoints import OPTIMIZER, TRAINABLE, find_damage, parts
 
 ROWS, STEPS, HALF = 8, 6, 3
 FULL, LORA = "adapter=none", "adapter={type: lora, rank: 4}"

@@ -13,7 +13,7 @@ from process_group import apart, curve, in_processes, train_all
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from halftune.core import manifest
-from halftune.model import save as save_shards
+from halftune.model.result import save as save_shards
 from halftune.train.callbacks import CALLBACKS, chosen
 from halftune.train.parallel import barrier as barriers
 from halftune.train.parallel.rendezvous import join_rendezvous

@@ -21,12 +21,13 @@ from halftune.core.optional import quick_imports
 from halftune.data.batch import Batch
 from halftune.methods import Reference
 from halftune.methods.sft import Sft
-from halftune.model.policy import PolicyModel
-from halftune.train import stepper, trainer
+from halftune.model.policy.policy import PolicyModel
+from halftune.train import trainer
 from halftune.train.callbacks.status import ProgressLines
-from halftune.train.checkpoint_list import newest_valid
-from halftune.train.interrupt import SIGNALS, Interrupted, Interrupts
-from halftune.train.lock import check_unlocked, locked
+from halftune.train.loop import stepper
+from halftune.train.run_folder.checkpoints import newest_valid
+from halftune.train.run_folder.lock import check_unlocked, locked
+from halftune.train.signals.interrupt import SIGNALS, Interrupted, Interrupts
 from halftune.train.state import TrainState
 from halftune.train.trainer import train
 
@@ -112,14 +113,13 @@ def test_the_step_is_finished_and_saved(recipe, whole: Path, monkeypatch, number
 
 
 def test_an_evaluation_is_left_and_made_up_for(recipe, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, once = Sft.loss, iter([send])
+    forward, once = Sft.evaluate, iter([send])
 
     def acting(self: Sft, policy: PolicyModel, batch: Batch, reference: Reference) -> Any:
-        if not policy.model.training:
-            next(once, lambda _: None)(signal.SIGTERM)
+        next(once, lambda _: None)(signal.SIGTERM)
         return forward(self, policy, batch, reference)
 
-    monkeypatch.setattr(Sft, "loss", acting)
+    monkeypatch.setattr(Sft, "evaluate", acting)
     # two batches of four rows: the signal comes in the first
     loaded, plan = recipe(*SETTINGS, "training.per_device_eval_batch_size=4")
     with pytest.raises(Interrupted, match="after step 3"):
@@ -201,7 +201,7 @@ def test_a_second_signal_leaves_in_the_middle_of_a_save(recipe, whole: Path, mon
 
         def acting(*arguments: Any) -> Path:
             if arguments[0].step == 5:
-                monkeypatch.setattr("halftune.train.checkpoint.seal", lambda *_, **__: send(signal.SIGINT))
+                monkeypatch.setattr("halftune.train.checkpoint.checkpoint.seal", lambda *_, **__: send(signal.SIGINT))
             return save(*arguments)
 
         monkeypatch.setattr(trainer, "save_checkpoint", acting)

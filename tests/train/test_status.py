@@ -14,10 +14,10 @@ import pytest
 from patience import LIMIT, until
 
 from halftune.core.errors import TrainingError
-from halftune.core.process import identity, send
+from halftune.core.processes.process import identity, send
 from halftune.core.status import NAME, StatusFile, read_status
+from halftune.train.callback import Callback
 from halftune.train.callbacks import status as status_callback
-from halftune.train.callbacks.base import Callback
 from halftune.train.trainer import Trainer, train
 
 

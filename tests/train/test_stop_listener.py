@@ -16,13 +16,13 @@ import pytest
 from patience import LIMIT, exit_code, until
 from process_group import in_processes, train_all
 
-from halftune.core import heartbeat
-from halftune.core.failures import FILE, read
-from halftune.train import stepper
-from halftune.train.interrupt import Interrupts
+from halftune.core.processes import heartbeat
+from halftune.core.processes.failures import FILE, read
+from halftune.train.loop import stepper
 from halftune.train.parallel.rendezvous import join_rendezvous
+from halftune.train.signals.interrupt import Interrupts
+from halftune.train.signals.stop_listener import StopListener
 from halftune.train.state import TrainState
-from halftune.train.stop_listener import StopListener
 
 
 def hangs_in_a_library() -> None:

@@ -7,7 +7,7 @@ import os
 import pytest
 from accelerate.utils import DistributedType
 
-from halftune.train.processes import make_accelerator
+from halftune.train.parallel.processes import make_accelerator
 
 
 def test_a_stray_config_changes_nothing_and_is_named(

@@ -17,18 +17,18 @@ from safetensors.torch import load_file
 
 from halftune.core.errors import ConfigError, TrainingError
 from halftune.methods import Loss
-from halftune.model.policy import PolicyModel
-from halftune.model.save import trainable_state
-from halftune.train.callbacks.base import StepMetrics
+from halftune.model.policy.policy import PolicyModel
+from halftune.model.result.save import trainable_state
+from halftune.train.callback import StepMetrics
 from halftune.train.callbacks.metrics import MetricsFile
-from halftune.train.checkpoint_list import checkpoints
-from halftune.train.folder import RunFolder
-from halftune.train.interrupt import Interrupted
-from halftune.train.lock import locked
+from halftune.train.loop.step import evaluate, finish_step, start_step
+from halftune.train.run_folder.checkpoints import checkpoints
+from halftune.train.run_folder.folder import RunFolder
+from halftune.train.run_folder.lock import locked
 from halftune.train.schedule import steps_between
 from halftune.train.setup import build
+from halftune.train.signals.interrupt import Interrupted
 from halftune.train.state import TrainState
-from halftune.train.step import evaluate, finish_step, start_step
 from halftune.train.trainer import train
 
 
@@ -210,7 +210,7 @@ def test_losses_that_weight_tokens(recipe, rows_file: Path, tmp_path: Path, loss
         if name in ours:
             assert float((one.grad - ours[name]).norm()) <= 1e-5 * float(one.grad.norm()) + 1e-8
     with torch.no_grad():
-        plain = run.method.loss(PolicyModel(run.model), batch, run.reference).total
+        plain = run.method.evaluate(PolicyModel(run.model), batch, run.reference).total
     assert float((plain - nll.sum()).abs().detach()) < 1e-5 * float(plain)
 
 

@@ -20,15 +20,15 @@ from patience import LIMIT, until
 from process_group import in_processes
 from torch._C._distributed_c10d import TCPStore
 
-from halftune.cli import train as cli
-from halftune.core import heartbeat
-from halftune.core.failures import FILE, NAMED, PeerLost
-from halftune.train.interrupt import Interrupted
+from halftune.cli.verbs import train as cli
+from halftune.core.processes import heartbeat
+from halftune.core.processes.failures import FILE, NAMED, PeerLost
 from halftune.train.parallel import barrier as barriers
 from halftune.train.parallel import watchdog
 from halftune.train.parallel.barrier import barrier
 from halftune.train.parallel.rendezvous import join, join_rendezvous, open_store
 from halftune.train.parallel.watchdog import Watchdog, is_peer_failure
+from halftune.train.signals.interrupt import Interrupted
 
 
 def told(folder: Path, rank: int) -> dict:

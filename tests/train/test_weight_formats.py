@@ -25,7 +25,7 @@ from halftune.core.optional import version_of
 from halftune.hardware.catalogue import lookup
 from halftune.hardware.memory import weight_bytes
 from halftune.model.adapters import attach_adapter, load_adapter
-from halftune.model.load import load_model
+from halftune.model.load.load import load_model
 from halftune.plan import WeightsPlan, resolve
 from halftune.precision.report import check_dtypes
 from halftune.train.trainer import train

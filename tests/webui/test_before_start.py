@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from halftune_webui import before_start
-from halftune_webui.before_start import obstacles
-from halftune_webui.recipe import examine
+from halftune_webui.recipes.recipe import examine
+from halftune_webui.runs import before_start
+from halftune_webui.runs.before_start import obstacles
 from halftune_webui.settings import Settings
 
 RECIPE = """\

@@ -156,8 +156,8 @@ def test_on_a_telephone_the_message_box_is_in_view(chat_web_ui: Any, open_page: 
 def test_files_go_with_the_next_message(chat_web_ui: Any, open_page: Callable[..., Any], tmp_path: Path) -> None:
     from PIL import Image
 
-    from halftune.data.builtin.tones import RATE, SAMPLES
     from halftune.data.media.sound import encoded
+    from halftune.data.sources.builtin.tones import RATE, SAMPLES
 
     files = [tmp_path / name for name in ("one.png", "two.png", "three.wav", "broken.png", "broken.wav", "long.wav")]
     for file in files[:2]:

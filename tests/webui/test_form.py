@@ -9,12 +9,12 @@ import pytest
 
 from halftune.config.recipes import recipes
 from halftune.config.shape import walk
-from halftune_webui.edits import add_entry, change, path_of, remove_entry
-from halftune_webui.form import COMMON, form, shown
 from halftune_webui.labels import load_words
+from halftune_webui.recipes.edits import add_entry, change, path_of, remove_entry
+from halftune_webui.recipes.form import COMMON, form, shown
+from halftune_webui.recipes.yaml_edit import read
 from halftune_webui.settings import LANGUAGES
 from halftune_webui.tabs import TABS
-from halftune_webui.yaml_edit import read
 
 ROOM = Path(__file__).resolve().parents[2] / "webui" / "halftune_webui"
 RECIPE = (

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from halftune.core.errors import ConfigError
-from halftune_webui.gate import FREE_TRIES, LONGEST, MAX_BODY, MAX_FORM, Gate
+from halftune_webui.access.gate import FREE_TRIES, LONGEST, MAX_BODY, MAX_FORM, Gate
+from halftune_webui.access.sign_in import SignIn
 from halftune_webui.labels import load_words
 from halftune_webui.settings import SHORTEST_PASSWORD, read_auth
-from halftune_webui.sign_in import SignIn
 
 
 class Inner:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from halftune.core.errors import ConfigError
-from halftune_webui.origin import SameOrigin
+from halftune_webui.access.origin import SameOrigin
 from halftune_webui.settings import check_address, is_loopback, read_auth
 
 

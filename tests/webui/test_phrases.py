@@ -25,8 +25,8 @@ from halftune.hardware.catalogue import CATALOGUE, lookup
 from halftune.plan import Plan, resolve
 from halftune_webui.labels import FALLBACK, load_words
 from halftune_webui.phrases import Phrases
-from halftune_webui.plan_panel import plan_panel
-from halftune_webui.recipe import examine
+from halftune_webui.plans.plan_panel import plan_panel
+from halftune_webui.recipes.recipe import examine
 from halftune_webui.settings import LANGUAGES, Settings
 
 LANGUAGE = next(language for language in LANGUAGES if language != FALLBACK)
@@ -35,7 +35,7 @@ SOURCE, ROOMS = ROOT / "src" / "halftune", ("precision", "attention", "plan", "h
 BESIDE = ("data", "doctor", "export", "cli")  # whose findings the Data, Doctor and Export tabs show
 WEBUI = ROOT / "webui" / "halftune_webui"
 GATE = ROOT / "kernels" / "halftune_kernels" / "gate.py"
-BEFORE_START = (SOURCE / "data" / "split.py", ROOT / "webui" / "halftune_webui" / "runs" / "launch.py")
+BEFORE_START = (SOURCE / "data" / "order" / "split.py", ROOT / "webui" / "halftune_webui" / "runs" / "launch.py")
 BUILTIN = ("qwen2-tiny", "qwen3_5-tiny", "kimi_linear-tiny", "mamba2-tiny", "rwkv7-tiny")
 KINDS: tuple[dict[str, Any], ...] = (
     {},

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from halftune_webui.labels import load_words
-from halftune_webui.plan_panel import plan_panel
-from halftune_webui.planning import Outlook, machines, outlook
-from halftune_webui.recipe import examine
+from halftune_webui.plans.plan_panel import plan_panel
+from halftune_webui.plans.planning import Outlook, machines, outlook
+from halftune_webui.recipes.recipe import examine
+from halftune_webui.recipes.state import form_state
 from halftune_webui.settings import Settings
-from halftune_webui.state import form_state
 
 GOOD = (
     "model: {name_or_path: builtin:qwen2-small}\ndata: {train: builtin:python-docs}\ntraining: {output_dir: runs/x}\n"
@@ -92,7 +92,8 @@ def test_problem_of_the_plan_stands_beside_its_field() -> None:
 def test_planning_needs_neither_torch_nor_gradio() -> None:
     code = (
         "import sys; from pathlib import Path;"
-        "from halftune_webui import planning, recipe, plan_panel, state, settings;"
+        "from halftune_webui import settings;"
+        "from halftune_webui.plans import planning, plan_panel; from halftune_webui.recipes import recipe, state;"
         f"e = recipe.examine({GOOD!r}, settings.Settings((Path.cwd(),), Path('runs')));"
         "planning.outlook(e.loaded, ''); planning.outlook(e.loaded, 'h200');"
         "print(sorted({'torch', 'transformers', 'gradio'} & set(sys.modules)))"

@@ -12,15 +12,16 @@ import pytest
 
 from halftune.config.load import load_config
 from halftune.config.recipes import recipes
-from halftune.config.shape import accepts, dotted, walk
+from halftune.config.shape import accepts, walk
+from halftune.config.tree import dotted
 from halftune.core.errors import ConfigError
-from halftune_webui.dependencies import needless, without_needless
-from halftune_webui.edits import edited
 from halftune_webui.labels import load_words
-from halftune_webui.recipe import examine, paths_of, shipped
+from halftune_webui.recipes.dependencies import needless, without_needless
+from halftune_webui.recipes.edits import edited
+from halftune_webui.recipes.recipe import examine, paths_of, shipped
+from halftune_webui.recipes.state import form_state
+from halftune_webui.recipes.yaml_edit import read
 from halftune_webui.settings import Settings
-from halftune_webui.state import form_state
-from halftune_webui.yaml_edit import read
 
 GOOD = "model: {name_or_path: builtin:qwen2-tiny}\ndata: {train: builtin:python-docs}\ntraining: {output_dir: runs/x}\n"
 

@@ -16,9 +16,9 @@ from halftune.train.report.series import script_source
 from halftune_webui.labels import load_words
 from halftune_webui.runs import launch, listing
 from halftune_webui.runs.controller import AREAS, MOST, PAGE, Done, RunsController, View, act, refresh, start
-from halftune_webui.runs.show import REPORT
 from halftune_webui.runs.started import folder_of
 from halftune_webui.runs.state import look
+from halftune_webui.runs.view.show import REPORT
 from halftune_webui.settings import Settings
 
 NOTHING = [None for _ in AREAS]

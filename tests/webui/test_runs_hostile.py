@@ -12,18 +12,18 @@ import pytest
 from halftune.config.sections.training import GenerationSection
 from halftune.core.errors import ConfigError, HalftuneError
 from halftune.core.files import read_json
-from halftune.core.process import identity
+from halftune.core.processes.process import identity
 from halftune.core.status import Status, read_status
 from halftune_webui.labels import load_words
 from halftune_webui.runs import launch, queue
 from halftune_webui.runs.controller import RunsController, View, act, refresh
 from halftune_webui.runs.listing import Listing
 from halftune_webui.runs.log_tail import log_tail, root_cause
-from halftune_webui.runs.metrics import Metrics
-from halftune_webui.runs.show import run_card, run_list
 from halftune_webui.runs.started import note_stop, read_started
 from halftune_webui.runs.state import look
 from halftune_webui.runs.stored import check_model, command, generation_of
+from halftune_webui.runs.view.metrics import Metrics
+from halftune_webui.runs.view.show import run_card, run_list
 from halftune_webui.runs.waiting import waiting
 from halftune_webui.settings import Settings
 
@@ -179,7 +179,7 @@ def test_no_metrics_break_the_curves(settings: Settings) -> None:
 
 
 def test_a_line_without_an_end_is_let_go(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halftune_webui.runs.metrics._MOST", 1000)
+    monkeypatch.setattr("halftune_webui.runs.view.metrics._MOST", 1000)
     file = settings.runs / "x" / "metrics.jsonl"
     file.write_text("x" * 5000 + '\n{"step": 7, "loss": 1}\n')
     metrics = Metrics(file.parent)

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from halftune.train.report.series import POINTS, Series, smoothed, thinned
-from halftune_webui.runs import metrics as module
-from halftune_webui.runs.metrics import Metrics
+from halftune_webui.runs.view import metrics as module
+from halftune_webui.runs.view.metrics import Metrics
 
 
 def line(step: int, **values: Any) -> str:

@@ -13,12 +13,12 @@ import pytest
 
 from halftune.hardware.catalogue import CATALOGUE, lookup
 from halftune_webui.labels import load_words
-from halftune_webui.machine_panel import OPTIONAL, Free, machine_view
-from halftune_webui.runs.gpus import Gpus, Use, gpu_view
-from halftune_webui.runs.metrics import Alarm
-from halftune_webui.runs.samples import data_view
-from halftune_webui.runs.show import run_card, run_list
+from halftune_webui.plans.machine_panel import OPTIONAL, Free, machine_view
 from halftune_webui.runs.state import RunState, State
+from halftune_webui.runs.view.gpus import Gpus, Use, gpu_view
+from halftune_webui.runs.view.metrics import Alarm
+from halftune_webui.runs.view.samples import data_view
+from halftune_webui.runs.view.show import run_card, run_list
 
 EVIL = "<img src=x onerror=alert(1)>\"'"
 ENDS = ("", "killed", "killed_memory", "crashed", "restarted", "vanished")

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from halftune.core.process import identity
+from halftune.core.processes.process import identity
 from halftune.core.status import NAME, StatusFile
 from halftune_webui.labels import load_words
 from halftune_webui.runs.listing import Listing, run_folders
 from halftune_webui.runs.log_tail import cause_in, log_tail
-from halftune_webui.runs.show import run_list
 from halftune_webui.runs.started import CONSOLE, Process, folder_of, note_exit, note_job, note_process, note_stop
 from halftune_webui.runs.state import is_live, look
+from halftune_webui.runs.view.show import run_list
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 gr = pytest.importorskip("gradio", reason="the web UI's package is not installed")
 
 from halftune_webui.app import build  # noqa: E402
-from halftune_webui.planning import HERE  # noqa: E402
-from halftune_webui.recipe import shipped  # noqa: E402
+from halftune_webui.plans.planning import HERE  # noqa: E402
+from halftune_webui.recipes.recipe import shipped  # noqa: E402
 from halftune_webui.settings import Settings  # noqa: E402
 from halftune_webui.tabs.train import FIRST, OWN  # noqa: E402
 

@@ -17,10 +17,10 @@ from halftune.core.errors import HalftuneError, ModelError
 from halftune.core.manifest import MANIFEST, seal
 from halftune.hardware.catalogue import lookup
 from halftune_webui.labels import load_words
-from halftune_webui.machine_panel import Free, machine_view
+from halftune_webui.plans.machine_panel import Free, machine_view
 from halftune_webui.runs import ask, export
 from halftune_webui.runs.ask import Asks, Stopped
-from halftune_webui.runs.samples import data_view, visible
+from halftune_webui.runs.view.samples import data_view, visible
 from halftune_webui.settings import Settings
 from halftune_webui.tabs.data import Report, Reports, subject_of
 from halftune_webui.tabs.doctor import doctor_view

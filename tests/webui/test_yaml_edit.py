@@ -10,8 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from halftune.config.shape import child, shape_at
-from halftune_webui.yaml_edit import ABSENT, child_at, read, render, set_value
+from halftune.config.shape import shape_at
+from halftune.config.tree import child
+from halftune_webui.recipes.yaml_edit import ABSENT, child_at, read, render, set_value
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 TEXT = """\

@@ -7,7 +7,7 @@ from pathlib import Path
 from halftune.config.builtin_models import BUILTIN_MODELS
 from halftune.config.rules.files import BUILTIN, DATA_ENDINGS
 from halftune.config.sections.data import BUILTIN_DATA
-from halftune_webui.runs.show import name_of
+from halftune_webui.runs.view.show import name_of
 from halftune_webui.settings import Settings
 
 MOST = 60

@@ -12,11 +12,11 @@ from halftune.core.errors import ConfigError
 from halftune.core.log import get_logger
 from halftune.core.optional import quick_imports
 from halftune_webui import files
-from halftune_webui.gate import Gate
+from halftune_webui.access.gate import Gate
+from halftune_webui.access.origin import SameOrigin, Scope
+from halftune_webui.access.sign_in import SignIn
 from halftune_webui.labels import load_words
-from halftune_webui.origin import SameOrigin, Scope
 from halftune_webui.settings import Settings, check_address
-from halftune_webui.sign_in import SignIn
 
 if TYPE_CHECKING:
     import uvicorn

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 from halftune.attention.backends import (
     BACKENDS,
@@ -35,16 +36,14 @@ def route_attention(
     if facts.family.attention == "none":
         return _without_attention(section, hardware, facts)
     asked = section.backend
-    against = {one: "; ".join(objections(one, hardware, facts, compute, packing)) for one in BACKENDS}
+    against = {one: list(objections(one, hardware, facts, compute, packing)) for one in BACKENDS}
     candidates = (one for one in BACKENDS if (one.name == asked if asked != "auto" else _by_itself(one, hardware)))
     chosen = next((one for one in candidates if not against[one]), None)
-    rejected = [
-        (_label(one), objection or _why_rejected(one, chosen, asked, hardware))
-        for one, objection in against.items()
-        if one is not chosen
-    ]
+    for one, found in against.items():
+        if not found and one is not chosen:
+            found.append(_why_rejected(one, chosen, asked, hardware))
     if chosen is None:
-        raise _unavailable(asked, rejected, facts, compute)
+        raise _unavailable(asked, against, facts, compute)
     varlen = chosen.varlen if packing else "none"
     linear = linear_backend(section, hardware, facts)
     provider = "model" if facts.family.attention == "own" else chosen.provider
@@ -53,7 +52,7 @@ def route_attention(
         provider=Choice(provider, _PROVIDERS[provider]),
         varlen=Choice(varlen or "none", _VARLEN[varlen]),
         linear=linear.chosen,
-        rejected=tuple(rejected),
+        rejected=tuple((_label(one), _joined(found)) for one, found in against.items() if one is not chosen),
         guard=section.guard,
         rejected_linear=linear.rejected,
     )
@@ -111,35 +110,47 @@ _VARLEN = {
 }
 
 
+class Objection(NamedTuple):
+    """A reason against a backend; ``kind`` decides the remedy."""
+
+    kind: Literal["device", "missing", "dtype", "model", "packed", "choice"]
+    text: str
+
+
+def _joined(found: Iterable[Objection]) -> str:
+    return "; ".join(one.text for one in found)
+
+
 def objections(
     backend: Backend, hardware: Hardware, facts: ModelFacts, compute: Format, packing: bool
-) -> Iterator[str]:
+) -> Iterator[Objection]:
     """Yield every reason against a backend; nothing if it can be used."""
     for device in dict.fromkeys(hardware.devices):
         yield from _device_objections(backend, device, facts)
     if backend.package and hardware.version(backend.package) is None:
-        yield f"{backend.package} is not installed"
+        yield Objection("missing", f"{backend.package} is not installed")
     if backend.torch and _older(hardware.version("torch"), backend.torch):
-        yield f"requires torch ≥ {backend.torch} (installed: {hardware.version('torch') or 'none'})"
+        installed = hardware.version("torch") or "none"
+        yield Objection("model", f"requires torch ≥ {backend.torch} (installed: {installed})")
     if compute not in backend.dtypes:
-        yield f"supports {' and '.join(backend.dtypes)} only (plan: {compute})"
-    yield from _model_objections(backend, facts)
+        yield Objection("dtype", f"supports {' and '.join(backend.dtypes)} only (plan: {compute})")
+    yield from (Objection("model", text) for text in _model_objections(backend, facts))
     if packing and not (backend.varlen and facts.family.attention != "own"):
-        yield "does not support packed rows"
+        yield Objection("packed", "does not support packed rows")
 
 
-def _device_objections(backend: Backend, device: Device, facts: ModelFacts) -> Iterator[str]:
+def _device_objections(backend: Backend, device: Device, facts: ModelFacts) -> Iterator[Objection]:
     if device.kind not in backend.kinds:
-        yield f"runs on {' and '.join(kind.upper() for kind in backend.kinds)} only"
+        yield Objection("device", f"runs on {' and '.join(kind.upper() for kind in backend.kinds)} only")
         return
     if device.capability is None:
         return
     shown = f"({device.name}: {_dotted(device.capability)})"
     if device.capability < backend.capability:
-        yield f"requires compute capability ≥ {_dotted(backend.capability)} {shown}"
+        yield Objection("device", f"requires compute capability ≥ {_dotted(backend.capability)} {shown}")
     elif backend.majors and device.capability[0] not in backend.majors:
-        yield f"trains on compute capability {_majors(backend.majors)} only {shown}"
-    yield from _head_objections(backend, device.name, device.capability, facts)
+        yield Objection("device", f"trains on compute capability {_majors(backend.majors)} only {shown}")
+    yield from (Objection("model", text) for text in _head_objections(backend, device.name, device.capability, facts))
 
 
 def _head_objections(backend: Backend, device: str, capability: tuple[int, int], facts: ModelFacts) -> Iterator[str]:
@@ -174,27 +185,31 @@ def _model_objections(backend: Backend, facts: ModelFacts) -> Iterator[str]:
         yield f"does not support attention dropout, which this model uses ({dropout:g})"
 
 
-def _unavailable(asked: str, rejected: list[tuple[str, str]], facts: ModelFacts, compute: Format) -> PlanError:
+def _unavailable(
+    asked: str, against: Mapping[Backend, Sequence[Objection]], facts: ModelFacts, compute: Format
+) -> PlanError:
     """The error for a backend that cannot be used: the reasons, and what to change."""
-    own = [(label, reason) for label, reason in rejected if asked in ("auto", label.partition(" ")[0])]
-    why = own[0][1] if len(own) == 1 else " / ".join(f"{label}: {reason}" for label, reason in own)
+    own = {one: found for one, found in against.items() if asked in ("auto", one.name)}
+    several = (f"{_label(one)}: {_joined(found)}" for one, found in own.items())
+    why = _joined(*own.values()) if len(own) == 1 else " / ".join(several)
     what = f"{asked} is unavailable: {why}"
     if asked.startswith("fa") and compute == "fp32":
         what = f"{asked} does not support precision: {compute}: {why}"
+    kinds = {each.kind for found in own.values() for each in found}
     return PlanError(
-        what, where="attention", remedy=_remedy(asked, why, facts, compute), code="attention.backend_unavailable"
+        what, where="attention", remedy=_remedy(asked, kinds, facts, compute), code="attention.backend_unavailable"
     )
 
 
-def _remedy(asked: str, why: str, facts: ModelFacts, compute: str) -> str:
+def _remedy(asked: str, kinds: Collection[str], facts: ModelFacts, compute: str) -> str:
     safe = "attention: eager (any device, dtype and model; slow)" if facts.sinks or facts.softcap else "attention: sdpa"
     if asked.startswith("fa") and compute == "fp32":
         return f"use attention: auto, {safe}, or precision: bf16 (fp16 on GPUs before Ampere)"
-    if "compute capability" in why or "runs on" in why:
+    if "device" in kinds:
         return f"use attention: auto, {safe}, or a supported device"
-    if "packed rows" in why:
+    if "packed" in kinds:
         return f"set data.packing: false, attention: auto, or {safe}"
-    if "is not installed" in why:
+    if "missing" in kinds:
         return f"install it, use attention: auto, or {safe}"
     return f"use attention: auto, {safe}, or another model"
 
@@ -204,13 +219,13 @@ def _by_itself(backend: Backend, hardware: Hardware) -> bool:
     return not backend.auto or all((one.capability or (0, 0))[0] in backend.auto for one in hardware.devices)
 
 
-def _why_rejected(backend: Backend, chosen: Backend | None, asked: str, hardware: Hardware) -> str:
+def _why_rejected(backend: Backend, chosen: Backend | None, asked: str, hardware: Hardware) -> Objection:
     if asked != "auto" and backend.name != asked:
-        return f"{asked} was asked for"
+        return Objection("choice", f"{asked} was asked for")
     if not _by_itself(backend, hardware):
-        return f"used on request only, except on compute capability {_majors(backend.auto)}"
+        return Objection("device", f"used on request only, except on compute capability {_majors(backend.auto)}")
     assert chosen is not None
-    return f"{_label(chosen)} is preferred"
+    return Objection("choice", f"{_label(chosen)} is preferred")
 
 
 def _why(chosen: Backend, hardware: Hardware, facts: ModelFacts, compute: Format) -> str:

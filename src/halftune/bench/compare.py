@@ -14,7 +14,7 @@ from typing import Any
 
 from halftune.config.load import load_config
 from halftune.core.errors import ConfigError, HalftuneError, PlanError
-from halftune.core.process import this_process
+from halftune.core.processes.process import this_process
 
 # Overrides of measured runs: training steps only, nothing is saved.
 ENDLESS = 1_000_000  # steps; the measurement ends the run

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from halftune.bench.flops import training_flops
-from halftune.config.facts.of_recipe import run_facts
 from halftune.config.load import load_config
+from halftune.config.recipe_facts import run_facts
 from halftune.core import log
 from halftune.core.errors import HalftuneError
 from halftune.core.optional import quick_imports
@@ -24,10 +24,10 @@ with quick_imports():  # as `train` does
 
     from halftune.bench.meter import Measured, Meter, Step
     from halftune.bench.peak import peak_flops
-    from halftune.train.folder import open_folder
-    from halftune.train.interrupt import Interrupts
-    from halftune.train.processes import peak_memory_bytes
+    from halftune.train.parallel.processes import peak_memory_bytes
+    from halftune.train.run_folder.folder import open_folder
     from halftune.train.setup import build
+    from halftune.train.signals.interrupt import Interrupts
     from halftune.train.state import TrainState
     from halftune.train.trainer import Trainer
 

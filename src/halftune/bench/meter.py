@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from halftune.train.callbacks.base import Callback, Phase, StepMetrics
+from halftune.train.callback import Callback, Phase, StepMetrics
 from halftune.train.state import TrainState
 
 

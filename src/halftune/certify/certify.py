@@ -25,11 +25,11 @@ from halftune.core.optional import version_of
 from halftune.doctor.trace_model import trace_model
 from halftune.hardware import Hardware
 from halftune.hardware.catalogue import lookup
-from halftune.model.architectures import no_progress_bars
-from halftune.model.locate import locate
-from halftune.model.packing_check import silent
-from halftune.model.tokenizer import load_tokenizer
-from halftune.model.without_weights import read_config
+from halftune.model.attention.packing_check import silent
+from halftune.model.files.architectures import no_progress_bars
+from halftune.model.files.locate import locate
+from halftune.model.meta.model import read_config
+from halftune.model.tokenizer.tokenizer import load_tokenizer
 from halftune.plan import Plan, resolve
 from halftune.plan.memory import check_fits
 

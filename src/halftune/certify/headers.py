@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from halftune.data.chat import ChatTemplate, shared
-from halftune.data.control_tokens import is_content
-from halftune.data.conversation import Conversation, RowDropped
-from halftune.data.template_features import fit_system
+from halftune.data.formats.conversation import Conversation, RowDropped
+from halftune.data.templates.control_tokens import is_content
+from halftune.data.templates.features import fit_system
+from halftune.data.templates.render import ChatTemplate, shared
 
 OTHER_PROMPT = "the generation prompt differs from the header of answers"
 OPENS_THOUGHT = "the generation prompt opens a thought, which answers without reasoning do not have"

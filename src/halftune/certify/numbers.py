@@ -17,10 +17,10 @@ from halftune.certify.workbench import Workbench, reported
 from halftune.core.choice import Choice
 from halftune.data.batch import Batch
 from halftune.data.store import NO_LABEL
-from halftune.model.architectures import own_architectures
-from halftune.model.load import load_model
-from halftune.model.packing_check import CANNOT_RUN, LENGTHS, TOLERANCE, packed_row, silent
-from halftune.model.policy import PolicyModel
+from halftune.model.attention.packing_check import CANNOT_RUN, LENGTHS, TOLERANCE, packed_row, silent
+from halftune.model.files.architectures import own_architectures
+from halftune.model.load.load import load_model
+from halftune.model.policy.policy import PolicyModel
 from halftune.train.setup import check_packing
 
 # fp32 at random weights: of the types that were walked 4e-4 for Gemma 3n, and at most 3e-5 for all others.

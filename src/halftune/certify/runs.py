@@ -25,12 +25,12 @@ from halftune.config.load import LoadedConfig
 from halftune.config.sections.method import METHOD_SECTIONS
 from halftune.hardware import Hardware
 from halftune.model.adapters import load_adapter, without_unused_formats
-from halftune.model.architectures import own_architectures
-from halftune.model.load import load_model
-from halftune.model.merge import fp32_plan, merge_adapter
+from halftune.model.files.architectures import own_architectures
+from halftune.model.load.load import load_model
+from halftune.model.result.merge import fp32_plan, merge_adapter
 from halftune.plan import resolve
-from halftune.plan.adapter_types import ADAPTER_TYPES
-from halftune.train.checkpoint_list import PREFIX
+from halftune.plan.weights.adapter_types import ADAPTER_TYPES
+from halftune.train.run_folder.checkpoints import PREFIX
 from halftune.train.trainer import train
 
 _SETTINGS: dict[str, dict[str, Any]] = {

@@ -11,10 +11,10 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
 from halftune.config.builtin_models import VOCAB_SIZE
 from halftune.config.sections.model import ModelSection
-from halftune.model.architectures import no_progress_bars
-from halftune.model.packing_check import VOCABULARY, randomise, shrunk_config
-from halftune.model.towers import text_config_name
-from halftune.model.without_weights import build
+from halftune.model.attention.packing_check import VOCABULARY, randomise, shrunk_config
+from halftune.model.files.architectures import no_progress_bars
+from halftune.model.load.towers import text_config_name
+from halftune.model.meta.model import build
 from halftune.plan import Plan
 
 _FIRST_ID = 100  # no special token

@@ -16,11 +16,12 @@ from halftune.certify.conversations import BESIDE, COUNT, MARK, REASONED, THOUGH
 from halftune.certify.headers import OPENS_THOUGHT, header_faults, parts_of
 from halftune.certify.workbench import Workbench
 from halftune.core.errors import HalftuneError
-from halftune.data import mask, omitted_text
-from halftune.data.chat import ChatTemplate
 from halftune.data.pipeline import prepare
 from halftune.data.store import Segment
-from halftune.data.template_features import NO_PARALLEL, SPLIT
+from halftune.data.templates import loss_mask as mask
+from halftune.data.templates import omitted_text
+from halftune.data.templates.features import NO_PARALLEL, SPLIT
+from halftune.data.templates.render import ChatTemplate
 
 _LOST = {
     **{note: f"a {role} message's text" for role, note in omitted_text.LOST_TEXT.items()},

@@ -14,7 +14,7 @@ from halftune.certify.template import Tokenised, check_template
 from halftune.certify.workbench import Workbench
 from halftune.config.facts.model import ModelFacts
 from halftune.core.errors import HalftuneError
-from halftune.model.tokenizer import load_tokenizer
+from halftune.model.tokenizer.tokenizer import load_tokenizer
 
 
 def check_tokenizer(bench: Workbench, facts: ModelFacts, folder: Path) -> Iterator[Line]:

@@ -12,14 +12,14 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 
 from halftune.certify.certificate import Line, Verdict
-from halftune.config.facts.of_recipe import run_facts
 from halftune.config.load import LoadedConfig, load_config
+from halftune.config.recipe_facts import run_facts
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ConfigError, HalftuneError, PlanError
 from halftune.hardware.catalogue import lookup
-from halftune.model.load_errors import first_line
+from halftune.model.files.load_errors import first_line
 from halftune.plan import Plan, resolve
-from halftune.train.interrupt import Interrupted
+from halftune.train.signals.interrupt import Interrupted
 
 TOKENIZER = "builtin:qwen2-tiny"
 STEPS, ROWS = 2, 12

@@ -17,23 +17,23 @@ from halftune.core.table import did_you_mean
 
 # verb → (module with add_arguments(parser) and run(args) -> exit code, one line of help)
 VERBS: dict[str, tuple[str, str]] = {
-    "train": ("halftune.cli.train", "train from a YAML file: plan, load, train, save, report"),
+    "train": ("halftune.cli.verbs.train", "train from a YAML file: plan, load, train, save, report"),
     "launch": (
-        "halftune.cli.launch",
+        "halftune.cli.verbs.launch",
         "start a run on several devices or nodes; print its command, or a job for a scheduler",
     ),
-    "plan": ("halftune.cli.plan", "show every decision about a run with its reason, without loading the model"),
-    "doctor": ("halftune.cli.doctor", "check the environment; find the lines that promote dtypes, without a GPU"),
-    "certify": ("halftune.cli.certify", "try every promise on a model type, without its weights"),
-    "data": ("halftune.cli.data", "show the data report, and samples with trained tokens highlighted"),
-    "bench": ("halftune.cli.bench", "compare the training speed of recipes: tokens/s, MFU, memory"),
-    "chat": ("halftune.cli.chat", "chat with a run's result, with the adapter on or off"),
-    "export": ("halftune.cli.export", "merge an adapter into its base model, and verify the logits"),
-    "webui": ("halftune.cli.webui", "start the web UI, by default for this machine only"),
-    "convert": ("halftune.cli.convert", "convert a LLaMA-Factory, axolotl or TRL config"),
-    "recipes": ("halftune.cli.recipes", "list the recipes that come with halftune, or copy one"),
-    "schema": ("halftune.cli.schema", "print the JSON Schema of the configuration"),
-    "explain": ("halftune.cli.explain", "explain an error code and its fix"),
+    "plan": ("halftune.cli.verbs.plan", "show every decision about a run with its reason, without loading the model"),
+    "doctor": ("halftune.cli.verbs.doctor", "check the environment; find the lines that promote dtypes, without a GPU"),
+    "certify": ("halftune.cli.verbs.certify", "try every promise on a model type, without its weights"),
+    "data": ("halftune.cli.verbs.data", "show the data report, and samples with trained tokens highlighted"),
+    "bench": ("halftune.cli.verbs.bench", "compare the training speed of recipes: tokens/s, MFU, memory"),
+    "chat": ("halftune.cli.verbs.chat", "chat with a run's result, with the adapter on or off"),
+    "export": ("halftune.cli.verbs.export", "merge an adapter into its base model, and verify the logits"),
+    "webui": ("halftune.cli.verbs.webui", "start the web UI, by default for this machine only"),
+    "convert": ("halftune.cli.verbs.convert", "convert a LLaMA-Factory, axolotl or TRL config"),
+    "recipes": ("halftune.cli.verbs.recipes", "list the recipes that come with halftune, or copy one"),
+    "schema": ("halftune.cli.verbs.schema", "print the JSON Schema of the configuration"),
+    "explain": ("halftune.cli.verbs.explain", "explain an error code and its fix"),
 }
 
 # Environment variables for child processes, torch and its libraries, unless set by the user.

@@ -18,9 +18,9 @@ from halftune import __version__
 from halftune.core.atomic import is_full
 from halftune.core.errors import DtypeContractError, HalftuneError, ModelError, TrainingError
 from halftune.core.files import cache_dir
-from halftune.core.process import this_process
-from halftune.precision.trace.sources import where_written
-from halftune.train.interrupt import SIGNALS, Interrupted
+from halftune.core.processes.process import this_process
+from halftune.precision.record.sources import where_written
+from halftune.train.signals.interrupt import SIGNALS, Interrupted
 
 VARIABLE = "HALFTUNE_TRACEBACK"
 BUG = 70  # exit code of a bug in halftune, as in sysexits.h
@@ -44,7 +44,7 @@ def report_error(error: Exception, verb: str, *, show: bool) -> int:
         verb: its name.
         show: whether to print the traceback too.
     """
-    from halftune.core.failures import record_failure
+    from halftune.core.processes.failures import record_failure
 
     known = (
         error
@@ -120,7 +120,7 @@ def _signal_of_compiler(error: BaseException) -> signal.Signals | None:
 
 def _unguarded(error: Exception) -> HalftuneError | None:
     """The error for mixed dtypes that the guard would have cast if it were on."""
-    loaded = sys.modules.get("halftune.model.patch")
+    loaded = sys.modules.get("halftune.model.attention.register")
     first = (str(error).strip().splitlines() or [""])[0][:200]
     if loaded is None or not _FORMATS.search(first) or not loaded.is_unguarded():
         return None

@@ -6,8 +6,9 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from halftune.config.load import DEFAULT, LoadedConfig, load_config, load_run
+from halftune.config.load import LoadedConfig, load_config, load_run
 from halftune.config.reading.suggest import key_of
+from halftune.config.tree import DEFAULT
 from halftune.core.errors import ConfigError, HalftuneError
 
 

@@ -8,17 +8,17 @@ from pathlib import Path
 
 from halftune.config.facts.media import check_processor
 from halftune.config.facts.model import ModelFacts
-from halftune.config.facts.of_recipe import present_model
 from halftune.config.load import LoadedConfig
 from halftune.config.optimizers import OPTIMIZERS, Optim
+from halftune.config.recipe_facts import present_model
 from halftune.config.weight_formats import WEIGHT_FORMATS
 from halftune.core.errors import MissingPackageError, ModelError
 from halftune.core.optional import pip_line, version_of
 from halftune.data.preflight import validate_data
-from halftune.model.preflight import check_all_folders
+from halftune.model.files.preflight import check_all_folders
 from halftune.plan.memory import check_fits
 from halftune.plan.tree import MemoryPlan
-from halftune.train.folder import check_free
+from halftune.train.run_folder.folder import check_free
 
 
 def check_outcome(loaded: LoadedConfig, memory: MemoryPlan, *, here: bool = True) -> None:

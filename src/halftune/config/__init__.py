@@ -1,1 +1,6 @@
-"""The configuration: one YAML, checked whole, resolved once. No torch here."""
+"""The configuration: YAML and command line → one validated, frozen ``RunConfig``. No torch.
+
+In: text of a recipe, overrides.
+Out: `RunConfig` with the place of every value, or all its problems.
+Imported by: everything above `core`.
+"""

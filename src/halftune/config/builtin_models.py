@@ -1,6 +1,6 @@
 """The builtin models' ``config.json``, from ``builtin_models.yaml``.
 
-``halftune.model.builtin`` creates weights and tokenizer; plans need only these values.
+``halftune.model.files.builtin`` creates weights and tokenizer; plans need only these values.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from halftune.config.sections import LISTED, Section
+from halftune.config.sections import LISTED, RecipePath, Section
 from halftune.config.sections.data import DataSection
 from halftune.config.sections.method import MethodSection, SftMethod
 from halftune.config.sections.model import AdapterSection, AttentionSection, LoraAdapter, ModelSection, PrecisionSection
@@ -14,7 +14,7 @@ from halftune.config.sections.training import DistributedSection, GenerationSect
 class RunConfig(Section):
     """One run: model, number formats, attention, adapter, data, method, training."""
 
-    depends_on: Annotated[tuple[str, ...], LISTED] = ()
+    depends_on: Annotated[tuple[RecipePath, ...], LISTED] = ()
     """Recipes (paths relative to this file) to train first, unless their run is finished."""
 
     model: ModelSection

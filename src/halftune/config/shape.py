@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import annotated_types
 from pydantic.fields import FieldInfo
 
 from halftune.config.run import RunConfig
-from halftune.config.sections import LISTED, TYPED, Section
-
-KeyPath = tuple[str | int, ...]
-"""The place of a value: ``("data", "train", 0, "path")``."""
+from halftune.config.sections import LISTED, TYPED, PathMark, Section, listed, typed, worded
+from halftune.config.tree import KeyPath, Tree, child
 
 
 def _unwrap(annotation: Any, metadata: Sequence[Any]) -> tuple[Any, list[Any]]:
     """Takes ``Annotated`` apart and flattens the constraints that pydantic's ``Field`` carries."""
     marks = list(metadata)
-    while get_origin(annotation) is Annotated:
+    if get_origin(annotation) is Annotated:
         annotation, *more = get_args(annotation)
         marks = [*more, *marks]
-    flat: list[Any] = []
-    for mark in marks:
-        flat += mark.metadata if isinstance(mark, FieldInfo) else [mark]
-    return annotation, flat
+    return annotation, [one for mark in marks for one in (mark.metadata if isinstance(mark, FieldInfo) else [mark])]
 
 
 def options(annotation: Any) -> tuple[Any, ...]:
     """The types that a union is made of; the type itself where it is none."""
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
-
-
-def _is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
 def _tag(section: type[Section]) -> str:
@@ -62,11 +55,18 @@ class Shape:
     many: bool
     optional: bool
 
-    @property
-    def item(self) -> Shape:
-        """The shape of one entry of a list."""
-        inner = get_args(self.annotation)[0] if get_origin(self.annotation) is tuple else Any
-        return shape_of(inner)
+    def below(self, part: str | int, value: Any = None) -> Shape | None:
+        """Return the shape of a key or an entry, if there is one; ``value`` selects the section of a tagged union."""
+        origin = get_origin(self.annotation)
+        if isinstance(part, int):
+            return shape_of(get_args(self.annotation)[0]) if origin is tuple else None
+        if origin is dict:
+            return shape_of(get_args(self.annotation)[1])
+        section = self.section(value)
+        for option in [section] if section else self.sections.values():
+            if part in option.model_fields:
+                return _fields(option)[part]
+        return None
 
     def section(self, value: Any) -> type[Section] | None:
         """The section that ``value`` selects by its tag; None if it has no known tag."""
@@ -85,7 +85,7 @@ def shape_of(annotation: Any, metadata: Sequence[Any] = ()) -> Shape:
         annotation, marks = _unwrap(kept[0], marks)
     many = get_origin(annotation) is tuple
     inner = _unwrap(get_args(annotation)[0], ())[0] if many else annotation
-    sections = {_tag(option): option for option in options(inner) if _is_section(option)}
+    sections = {_tag(one): one for one in options(inner) if isinstance(one, type) and issubclass(one, Section)}
     return Shape(annotation, tuple(marks), sections, many and bool(sections), len(kept) < len(branches))
 
 
@@ -94,40 +94,68 @@ def field_shape(field: FieldInfo) -> Shape:
     return shape_of(field.annotation, field.metadata)
 
 
+@cache
+def _fields(section: type[Section]) -> dict[str, Shape]:
+    return {name: field_shape(field) for name, field in section.model_fields.items()}
+
+
 ROOT = shape_of(RunConfig)
 
 
 def shape_at(path: KeyPath, values: Any = None) -> Shape | None:
     """Return the shape at a path; ``values`` (the tree) selects the section of a tagged union."""
-    shape = ROOT
+    shape: Shape | None = ROOT
     for part in path:
-        if isinstance(part, int):
-            if shape.many:
-                shape = Shape(shape.annotation, (), shape.sections, False, False)
-            elif get_origin(shape.annotation) is tuple:
-                shape = shape.item
-            else:
-                return None
-        elif get_origin(shape.annotation) is dict:
-            shape = shape_of(get_args(shape.annotation)[1])
-        else:
-            section = shape.section(values)
-            fields = [section] if section else list(shape.sections.values())
-            found = [option.model_fields[part] for option in fields if part in option.model_fields]
-            if not found:
-                return None
-            shape = field_shape(found[0])
-        values = child(values, part)
+        if shape is None:
+            return None
+        shape, values = shape.below(part, values), child(values, part)
     return shape
 
 
-def child(values: Any, part: str | int) -> Any:
-    """Return the value at a key or index; None if there is none."""
-    if isinstance(values, dict):
-        return values.get(part)
-    if isinstance(values, list | tuple) and isinstance(part, int) and part < len(values):
-        return values[part]
-    return None
+def expand(tree: Tree, folder: Path | None = None) -> None:
+    """Write out every short form, in place; ``tree.written`` records the original paths.
+
+    With ``folder``, the recipe's, paths are completed too: ``~`` everywhere, inputs that exist only beside the recipe,
+    and recipes.
+    """
+    _expand(tree, tree.values, ROOT, (), folder)
+
+
+def _expand(tree: Tree, value: Any, shape: Shape, path: KeyPath, folder: Path | None) -> Any:
+    value = written_out(tree, value, shape, path)
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for part, inner in parts:
+        if (below := shape.below(part, value)) is not None:
+            value[part] = _expand(tree, inner, below, (*path, part), folder)
+    return _whole(value, shape, folder) if folder is not None and isinstance(value, str) else value
+
+
+def written_out(tree: Tree, value: Any, shape: Shape, path: KeyPath) -> Any:
+    """Write out a value's own short form: of a list, a section, or a section of the default type."""
+    if LISTED in shape.metadata and (entries := listed(value)) is not value:
+        tree.move_down(path)
+        return entries
+    if shape.many or not shape.sections:
+        return value
+    first = next(iter(shape.sections.values()))
+    section = typed(value) if TYPED in shape.metadata else worded(value, first)
+    if section is not value:
+        tree.written[(*path, *section)] = path
+    elif TYPED in shape.metadata and isinstance(value, dict) and "type" not in value:
+        usual = [tag for tag, option in shape.sections.items() if not option.model_fields["type"].is_required()]
+        return {"type": usual[0], **value} if usual else value
+    return section
+
+
+def _whole(name: str, shape: Shape, folder: Path) -> str:
+    """A path for the working directory; another text unchanged."""
+    mark = next((mark for mark in shape.metadata if isinstance(mark, PathMark)), None)
+    if mark is None or not name or "\0" in name:
+        return name
+    name = os.path.expanduser(name)
+    beside = os.path.abspath(folder / name)
+    only_beside = not os.path.isabs(name) and not os.path.exists(name) and os.path.exists(beside)
+    return beside if mark is PathMark.RECIPE or (mark is PathMark.INPUT and only_beside) else name
 
 
 def walk(shape: Shape = ROOT, path: KeyPath = ()) -> Iterator[tuple[KeyPath, type[Section], FieldInfo, Shape]]:
@@ -139,19 +167,6 @@ def walk(shape: Shape = ROOT, path: KeyPath = ()) -> Iterator[tuple[KeyPath, typ
             if inner.sections:
                 below = (*path, name, 0) if inner.many else (*path, name)
                 yield from walk(inner, below)
-
-
-def dotted(path: KeyPath) -> str:
-    """Format a path as ``data.train[0].path``."""
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text
-
-
-def related(one: KeyPath, other: KeyPath) -> bool:
-    """Whether ``other`` equals or contains ``one``."""
-    return one[: len(other)] == other[: len(one)]
 
 
 def choices(shape: Shape) -> tuple[Any, ...]:
@@ -194,6 +209,7 @@ _NOUNS = {
     str: "a string",
     dict: "a mapping of names to values",
 }
+_SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _PLURALS = {"an integer": "integers", "a number": "numbers", "a string": "strings"}
 
 
@@ -216,15 +232,7 @@ def _describe(annotation: Any, metadata: Sequence[Any]) -> str:
 
 
 def _bounds(metadata: Sequence[Any]) -> str:
-    found = []
-    for mark in metadata:
-        match mark:
-            case annotated_types.Ge(ge=limit):
-                found.append(f"≥ {limit}")
-            case annotated_types.Gt(gt=limit):
-                found.append(f"> {limit}")
-            case annotated_types.Le(le=limit):
-                found.append(f"≤ {limit}")
-            case annotated_types.Lt(lt=limit):
-                found.append(f"< {limit}")
+    found = [
+        f"{sign} {getattr(mark, name)}" for mark in metadata for name, sign in _SIGNS.items() if hasattr(mark, name)
+    ]
     return f" {' and '.join(found)}" if found else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from copy import deepcopy
 from typing import Any, get_origin
 
@@ -10,21 +9,10 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from halftune.config.reading.suggest import suggest_key, suggest_word
-from halftune.config.reading.yaml_source import Tree
 from halftune.config.run import RunConfig
 from halftune.config.sections import Section
-from halftune.config.shape import (
-    ROOT,
-    KeyPath,
-    Shape,
-    accepts,
-    child,
-    choices,
-    describe,
-    field_shape,
-    related,
-    shape_at,
-)
+from halftune.config.shape import ROOT, Shape, accepts, choices, describe, field_shape, shape_at
+from halftune.config.tree import KeyPath, KeyProblem, Tree, child, related
 from halftune.core.errors import HalftuneError
 
 YES_NO = {"yes": True, "no": False, "on": True, "off": False, "y": True, "n": False, "true": True, "false": False}
@@ -45,41 +33,34 @@ def validate(tree: Tree) -> tuple[RunConfig | None, list[HalftuneError], set[Key
             found = _by_path(error, values)
         new = {path: details for path, details in found.items() if not any(related(path, old) for old in broken)}
         said = {path: _problem(tree, path, details, values) for path, details in new.items()}
-        meant = {key for problem in said.values() if (key := _meant(problem.remedy))}
+        meant = {problem.meant for problem in said.values() if problem.meant}
         # a misspelt key is not also reported as missing, nor do rules check the key that was meant
         twice = {path for path in meant & new.keys() if new[path]["type"] == "missing"}
         problems += [problem for path, problem in said.items() if path not in twice]
-        broken |= meant | _repair_all(values, found)
+        broken |= meant | _repair(values, found)
     return None, problems, broken
 
 
-def _repair_all(values: Any, found: dict[KeyPath, ErrorDetails]) -> set[KeyPath]:
-    """Replace or remove what is invalid; the keys that have no valid value of the user's."""
+def _repair(values: Any, found: dict[KeyPath, ErrorDetails]) -> set[KeyPath]:
+    """Remove what is invalid, or insert a placeholder; the keys that have no valid value of the user's."""
     broken: set[KeyPath] = set()
     for path, details in found.items():
-        if tag := _near_tag(path, details, values):  # other problems in the section follow in the next round
-            _value_at(path, values)["type"] = tag
+        kind, shape, value = details["type"], shape_at(path, values), child(values, *path)
+        if kind == "union_tag_invalid" and shape and (tag := suggest_word(value["type"], shape.sections)[1]):
+            value["type"] = tag  # other problems in the section follow in the next round
             broken.add((*path, "type"))
             continue
-        _repair(values, path, missing=details["type"] == "missing")
-        if details["type"] != "extra_forbidden":
+        whole = path
+        while whole and isinstance(whole[-1], int):  # an invalid entry removes its whole list
+            whole = whole[:-1]
+        holder = child(values, *whole[:-1])
+        if kind == "missing" and whole == path and shape is not None:
+            holder[path[-1]] = _placeholder(shape)
+        elif isinstance(holder, dict) and whole:
+            holder.pop(whole[-1], None)
+        if kind != "extra_forbidden":
             broken.add(path)
     return broken
-
-
-def _meant(remedy: str) -> KeyPath:
-    """The key in ``did you mean data.eval?``."""
-    found = re.fullmatch(r"did you mean ([a-z_.]+)\?", remedy)
-    return tuple(found[1].split(".")) if found else ()
-
-
-def _near_tag(path: KeyPath, details: ErrorDetails, values: Any) -> str:
-    """The type that a section with an unknown type may have meant; empty if there is no similar one."""
-    shape = shape_at(path, values)
-    if details["type"] != "union_tag_invalid" or shape is None:
-        return ""
-    remedy = suggest_word(_value_at(path, values)["type"], tuple(shape.sections))
-    return remedy.removeprefix("did you mean ").removesuffix("?")
 
 
 def _by_path(error: ValidationError, values: Any) -> dict[KeyPath, ErrorDetails]:
@@ -94,7 +75,7 @@ def _user_path(location: tuple[str | int, ...], values: Any) -> KeyPath:
     """Remove union branches from pydantic's location."""
     path: list[str | int] = []
     shape: Shape | None = ROOT
-    tag_seen = False
+    value, tag_seen = values, False
     for part in location:
         if shape is None:
             break
@@ -105,21 +86,23 @@ def _user_path(location: tuple[str | int, ...], values: Any) -> KeyPath:
         if not is_entry and (shape.many or not shape.sections):
             break  # the branch of a union of plain types
         path.append(part)
-        shape, tag_seen = shape_at(tuple(path), values), False
+        shape, value, tag_seen = shape.below(part, value), child(value, part), False
     return tuple(path)
 
 
-def _problem(tree: Tree, path: KeyPath, details: ErrorDetails, values: Any) -> HalftuneError:
+def _problem(tree: Tree, path: KeyPath, details: ErrorDetails, values: Any) -> KeyProblem:
     """The error for pydantic's; ``values`` is the tree after previous repairs."""
     shape, kind = shape_at(path, tree.values), details["type"]
-    value = _value_at(path, tree.values)
+    value = child(tree.values, *path)
     if kind == "extra_forbidden":
-        section = _section_at(path[:-1], values)
-        return tree.problem(path, "unknown key", suggest_key(path, section), code="config.unknown_key")
+        remedy, meant = suggest_key(path, _section_at(path[:-1], values))
+        return tree.problem(path, "unknown key", remedy, code="config.unknown_key", meant=meant)
     if kind == "missing":
         return _missing(tree, path, shape)
-    if kind in ("union_tag_not_found", "union_tag_invalid"):
-        return _tag(tree, path, shape, value)
+    if kind in ("union_tag_not_found", "union_tag_invalid") and shape is not None and isinstance(value, dict):
+        remedy, _ = suggest_word(value.get("type"), shape.sections)
+        what = f"expected one of {', '.join(shape.sections)}, got {show(value.get('type'))}"
+        return tree.problem((*path, "type"), what, remedy, code="config.invalid_value")
     if kind == "too_short":
         return tree.problem(path, "is empty", "add at least one entry", code="config.empty_list")
     if shape is None:
@@ -130,16 +113,10 @@ def _problem(tree: Tree, path: KeyPath, details: ErrorDetails, values: Any) -> H
 
 def _section_at(path: KeyPath, values: Any) -> type[Section] | None:
     shape = shape_at(path, values)
-    return shape.section(_value_at(path, values)) if shape is not None else None
+    return shape.section(child(values, *path)) if shape is not None else None
 
 
-def _value_at(path: KeyPath, values: Any) -> Any:
-    for part in path:
-        values = child(values, part)
-    return values
-
-
-def _missing(tree: Tree, path: KeyPath, shape: Shape | None) -> HalftuneError:
+def _missing(tree: Tree, path: KeyPath, shape: Shape | None) -> KeyProblem:
     if shape is not None and shape.sections and not shape.many:
         required = [name for option in shape.sections.values() for name in _required(option)]
         remedy = f"write {path[-1]}: with {', '.join(required)} below it"
@@ -152,22 +129,6 @@ def _missing(tree: Tree, path: KeyPath, shape: Shape | None) -> HalftuneError:
 
 def _required(section: type[Section]) -> list[str]:
     return [name for name, field in section.model_fields.items() if field.is_required()]
-
-
-def _tag(tree: Tree, path: KeyPath, shape: Shape | None, value: Any) -> HalftuneError:
-    assert shape is not None
-    known = tuple(shape.sections)
-    if not isinstance(value, dict):
-        return tree.problem(path, *_mismatch(value, shape), code="config.invalid_value")
-    if "type" not in value:
-        return tree.problem(
-            path, "type is missing", f"write {path[-1]}: {{type: {' | '.join(known)}, …}}", code="config.missing_key"
-        )
-    tag = (*path, "type")
-    remedy = suggest_word(value["type"], known)
-    return tree.problem(
-        tag, f"expected one of {', '.join(known)}, got {show(value['type'])}", remedy, code="config.invalid_value"
-    )
 
 
 def _mismatch(value: Any, shape: Shape) -> tuple[str, str]:
@@ -203,7 +164,7 @@ def _remedy_of_text(value: str, shape: Shape) -> str:
         return f"write {str(YES_NO[value.lower()]).lower()}{unquoted}"
     if accepts(shape, int) and _number(value) is not None and len(value) < 20:
         return "write the number without quotes and without leading zeros"
-    return suggest_word(value, words)
+    return suggest_word(value, words)[0]
 
 
 def _number(text: str) -> float | None:
@@ -223,24 +184,6 @@ def show(value: Any) -> str:
         return "a list" if value else "an empty list"
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}…"
-
-
-def _repair(values: Any, path: KeyPath, *, missing: bool) -> None:
-    """Remove an invalid value, or insert a placeholder for a missing one."""
-    whole = path
-    while whole and isinstance(whole[-1], int):  # an invalid entry removes its whole list
-        whole = whole[:-1]
-    holder = values
-    for part in whole[:-1]:
-        holder = child(holder, part)
-    if not isinstance(holder, dict) or not whole:
-        return
-    if not missing or whole != path:
-        holder.pop(whole[-1], None)
-        return
-    shape = shape_at(path, values)
-    assert shape is not None
-    holder[whole[-1]] = _placeholder(shape)
 
 
 def _placeholder(shape: Shape) -> Any:

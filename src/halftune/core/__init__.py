@@ -1,1 +1,6 @@
-"""Used by all other packages: errors, registries, optional packages, logging, paths. Does not import torch."""
+"""What every package uses: errors with codes, registries, optional packages, logging, files.
+
+In: nothing of halftune.
+Out: functions that know of no model, run or config; no torch.
+Imported by: everything.
+"""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from halftune.core import heartbeat
+from halftune.core.processes import heartbeat
 
 WRITING, OLD = ".writing", ".old"
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from halftune.core.files import open_file
-from halftune.core.process import ALONE, Process
+from halftune.core.processes.process import ALONE, Process
 
 # Warnings of these modules depend on files and config only: all processes of a node would repeat them.
 _ALIKE = ("data", "model", "plan", "train.setup")

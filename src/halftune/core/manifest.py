@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from halftune.core import heartbeat
 from halftune.core.files import MOST_JSON, read_json
+from halftune.core.processes import heartbeat
 
 MARKER = "checkpoint.json"
 MANIFEST = "manifest.json"  # of all other folders

@@ -16,7 +16,7 @@ from halftune.core.atomic import is_full
 from halftune.core.errors import HalftuneError
 from halftune.core.files import open_file, read_json
 from halftune.core.log import get_logger
-from halftune.core.process import identity
+from halftune.core.processes.process import identity
 
 log = get_logger(__name__)
 NAME = "status.json"
@@ -40,7 +40,7 @@ class Status:
         seconds_left: estimated from the pace so far; None if unknown.
         casts: attention calls whose operands were not in the planned dtype, since this start.
         error, code: message and code of the error that ended it; empty if there was none.
-        pid, process, host: of the writer; ``process`` is :func:`halftune.core.process.identity`.
+        pid, process, host: of the writer; ``process`` is :func:`halftune.core.processes.process.identity`.
         started, updated: Unix times of the process's start and of this update.
     """
 

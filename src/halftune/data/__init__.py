@@ -1,0 +1,6 @@
+"""Data: rows of files → records → text and masks → tokens → stored examples → an order → batches.
+
+In: the ``data`` section and a tokenizer.
+Out: `PreparedData`: splits and their report (`pipeline`); `Batch`es (`batch`).
+Imported by: `model` and everything above. Inside, each stage imports only earlier ones.
+"""

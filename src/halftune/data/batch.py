@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halftune.data.order import round_up
+from halftune.data.order.epoch import round_up
 from halftune.data.store import NO_LABEL, Example, Segment
 
 
@@ -179,3 +179,11 @@ class Batch:
             columns=changed(self.columns),
             segment_of_example=change(self.segment_of_example),
         )
+
+
+def without_labels(batch: Batch) -> Batch:
+    """A batch of the same shape that teaches nothing and counts nothing: it keeps processes in step."""
+    tokens = {**batch.tokens, "labels": torch.full_like(batch.tokens["labels"], NO_LABEL)}
+    extras = {**batch.extras, LABEL_POSITIONS: torch.zeros(0, dtype=torch.int64)}
+    columns = {**batch.columns, WEIGHT: torch.zeros_like(batch.columns[WEIGHT])}
+    return Batch(tokens, extras, columns, batch.segment_of_example)

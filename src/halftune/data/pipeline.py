@@ -18,33 +18,32 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tokenizers
 import transformers
-from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
 from halftune import __version__
 from halftune.config.run import RunConfig
 from halftune.config.sections.data import SourceSection
-from halftune.core.atomic import whole_folder
+from halftune.core import disk_cache
 from halftune.core.errors import ConfigError, DataError
-from halftune.core.files import cache_dir
 from halftune.core.log import get_logger
-from halftune.core.manifest import MANIFEST, damage, seal
-from halftune.data.chat import writes_date
-from halftune.data.conversation import BadRow
-from halftune.data.detect import detect_for
-from halftune.data.offset_tokenizer import backend_json
+from halftune.data.encode.offset_tokenizer import backend_json
+from halftune.data.encode.settings import Settings, settings_of
+from halftune.data.formats.conversation import BadRow
+from halftune.data.formats.detect import detect_for
+from halftune.data.order.split import TokenizedSplit, choose_rows, contents, efficiency, hold_out, weigh, without_copies
 from halftune.data.report import MERGE, Count, DataReport, SourceReport, histogram, nothing_left
-from halftune.data.settings import Settings, settings_of
-from halftune.data.sources import Rows, Source, TakenRows, open_source
-from halftune.data.split import TokenizedSplit, choose_rows, contents, efficiency, hold_out, weigh, without_copies
+from halftune.data.sources.source import Rows, Source, TakenRows, open_source
 from halftune.data.store import Example, StoreWriter, TokenStore, load_store, ranges_of
-from halftune.data.template_features import NO_SYSTEM
+from halftune.data.templates.features import NO_SYSTEM
+from halftune.data.templates.render import writes_date
 
 if TYPE_CHECKING:
-    from halftune.data.groups import Grouper
+    from halftune.data.encode.groups import Grouper
+    from halftune.data.encode.tokenize import Outcome
     from halftune.data.media.processor import MediaSettings
     from halftune.data.stream import TokenStream
-    from halftune.data.tokenize import Outcome
+
+log = get_logger(__name__)
 
 WRITTEN = 4096  # examples written at a time
 PACKAGE = Path(__file__).parent  # any change in here may change tokens, labels or the report
@@ -79,56 +78,19 @@ def code_of(folder: Path) -> str:
 
 
 def cached(key: str, make: Make, valid: Callable[[TokenStore], bool] | None = None) -> Tokenised:
-    """Return the cached result of ``make``, which writes into the cache.
+    """Return the result of ``make``, from the cache if it is there; an entry that is not ``valid`` is rebuilt."""
 
-    Concurrent processes wait for the one that builds it. An entry that is corrupt or not ``valid`` is rebuilt. If the
-    cache cannot be written, a warning is logged and the result is kept in memory.
-    """
-    folder = cache_dir() / "data" / key
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder.with_suffix(".lock"))
-        lock.acquire()
-    except OSError as error:
-        log.warning("tokenised data is not kept: %s: %s", folder.parent, error.strerror)
-        return make(None)
-    try:
-        found = _load(folder)
-        if found is not None and valid is not None and not valid(found[0]):
+    def save(folder: Path) -> None:
+        (folder / "report.json").write_text(json.dumps(make(folder)[1]), encoding="utf-8")
+
+    def load(folder: Path) -> Tokenised | None:
+        found = load_store(folder)
+        if valid is not None and not valid(found):
             log.info("files that the token cache refers to changed: rebuilding")
-            found = None
-        if found is None:
-            _save(folder, make)
-            found = _load(folder)
-        return found or make(None)
-    finally:
-        lock.release()
+            return None
+        return found, json.loads((folder / "report.json").read_text(encoding="utf-8"))
 
-
-def _load(folder: Path) -> Tokenised | None:
-    if not folder.is_dir():
-        return None
-    if wrong := damage(folder, thorough=True, marker=MANIFEST):  # a flipped bit would be another token, without a word
-        log.warning("corrupt token cache in %s (%s): rebuilding", folder, wrong)
-        return None
-    try:
-        return load_store(folder), json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, EOFError) as error:
-        log.warning("corrupt token cache in %s (%s): rebuilding", folder, error)
-        return None
-
-
-def _save(folder: Path, make: Make) -> None:
-    try:
-        with whole_folder(folder) as beside:
-            _, report = make(beside)
-            (beside / "report.json").write_text(json.dumps(report), encoding="utf-8")
-            seal(beside, MANIFEST)
-    except OSError as error:
-        log.warning("tokenised data is not kept: %s: %s", folder.parent, error.strerror)
-
-
-log = get_logger(__name__)
+    return disk_cache.stored(disk_cache.entry("data", key), save, load, "tokenised data") or make(None)
 
 
 @dataclass(frozen=True)
@@ -297,7 +259,7 @@ def _tokenize(
     settings: Settings,
     folder: Path | None,
 ) -> tuple[TokenStore, SourceReport]:
-    from halftune.data.tokenize import tokenize_rows  # prepared data is read from its cache
+    from halftune.data.encode.workers import tokenize_rows  # prepared data is read from its cache
 
     gc.freeze()  # rows and modules stay alive: scanning them in every full collection takes a tenth of the time
     taken = TakenRows(rows, chosen)
@@ -316,7 +278,7 @@ def _tokenize(
     writer = StoreWriter(folder, [(str(part.path), part.unit) for part in rows.parts])
     grouper = None
     if reading.format.record == "rated":
-        from halftune.data.groups import Grouper  # few runs have rated rows
+        from halftune.data.encode.groups import Grouper  # few runs have rated rows
 
         grouper = Grouper(settings.group, settings.max_length)
     _collect(rows, chosen, outcomes, report, writer, grouper)

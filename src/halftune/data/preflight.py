@@ -14,13 +14,15 @@ from halftune.config.run import RunConfig
 from halftune.config.sections.data import SourceSection
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import DataError
-from halftune.data.conversation import Record, RowDropped, RowError
-from halftune.data.detect import Reading, detect_for
-from halftune.data.files import FileRows, ending, first_lines, read_file
+from halftune.data.formats.conversation import Record, RowDropped, RowError, no_chat_template
+from halftune.data.formats.detect import Reading, detect_for
 from halftune.data.formats.fields import with_nulls
+from halftune.data.order.split import choose_rows, count_held_out
+from halftune.data.readers.files import ending, read_file
+from halftune.data.readers.json_lines import first_lines
+from halftune.data.readers.rows import FileRows
 from halftune.data.report import Count, nothing_left
-from halftune.data.sources import BUILTIN, Rows, empty, files_of, is_hub_id
-from halftune.data.split import choose_rows, count_held_out
+from halftune.data.sources.source import BUILTIN, Rows, empty, files_of, is_hub_id
 
 ENOUGH = 8 << 20  # bytes read per source
 
@@ -64,7 +66,7 @@ def _rows(section: SourceSection) -> _Found | None:
         return None
     if not os.path.exists(section.path):
         if is_hub_id(section.path):
-            from halftune.data.hub import check_available
+            from halftune.data.sources.hub import check_available
 
             check_available(section)
         return None
@@ -132,14 +134,3 @@ def _check_template(form: str, model: ModelSection) -> None:
         return
     if not has_chat_template(folder) and fitting_template(folder) is None:
         raise no_chat_template(str(folder))
-
-
-def no_chat_template(where: str) -> DataError:
-    """The error for conversations without a chat template."""
-    what = "the tokenizer has no chat template to render conversations"
-    return DataError(
-        what,
-        where=where,
-        remedy="set model.chat_template: a name of docs/reference/chat-templates.md, or the path of a Jinja file",
-        code="model.chat_template_missing",
-    )

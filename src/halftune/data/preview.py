@@ -13,9 +13,9 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from halftune.config.sections.data import SourceSection
+from halftune.data.order.split import TokenizedSplit
 from halftune.data.report import SourceReport
-from halftune.data.sources import open_source
-from halftune.data.split import TokenizedSplit
+from halftune.data.sources.source import open_source
 from halftune.data.store import Example, Segment
 
 TRAINED, CONTROL = "green", "reverse"

@@ -13,10 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from halftune.core.errors import DataError
-from halftune.data.template_features import NO_SYSTEM
+from halftune.data.order.split import Efficiency
+from halftune.data.templates.features import NO_SYSTEM
 
 if TYPE_CHECKING:
-    from halftune.data.tokenize import Outcome
+    from halftune.data.encode.tokenize import Outcome
 
 LOST = 0.01  # share of characters without a token at which a source is refused
 EXAMPLES = 20  # lost characters shown
@@ -134,23 +135,6 @@ class SourceReport:
             for name in ("dropped", "truncated", "notes")
         }
         return cls(**{**values, **counted, "lengths": [(bound, count) for bound, count in values["lengths"]]})
-
-
-@dataclass(frozen=True)
-class Efficiency:
-    """Share of non-padding tokens in the first epoch.
-
-    Attributes:
-        padded: share with padded batches of ``batch`` rows, or of ``tokens`` tokens; grouped by length if that is on.
-        packed: share with packed rows of ``max_length``.
-        packed_rows: number of packed rows.
-    """
-
-    batch: int
-    padded: float
-    packed: float
-    packed_rows: int
-    tokens: int | None = None
 
 
 @dataclass(frozen=True)

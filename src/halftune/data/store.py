@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,7 @@ class Segment:
     Attributes:
         input_ids: int32[T].
         loss_mask: bool[T], tokens with a label. The first token's label is ignored: nothing predicts it.
-        media: references of its images as ``media.reference.pack`` writes them, or the row of a prompt as JSON;
-            empty for text.
+        media: references of its images as ``media.reference.pack`` writes them; empty for text.
     """
 
     input_ids: np.ndarray
@@ -44,10 +43,12 @@ class Example:
     Attributes:
         segments: one for a conversation or document; two for a preference pair (chosen, rejected).
         columns: numbers that the method reads.
+        row: of a prompt, its row, which rewards of an answer read; None for what is no prompt.
     """
 
     segments: tuple[Segment, ...]
     columns: Mapping[str, float] = field(default_factory=dict)
+    row: Mapping[str, Any] | None = None
 
 
 class TokenTurn(NamedTuple):
@@ -80,9 +81,8 @@ class WholeSample(NamedTuple):
     whole: tuple[tuple[int, int], ...] = ()
 
 
-_ARRAYS = ("ids", "labelled", "offsets", "firsts", "trained", "origins")
-_COLUMNS = "columns"
-_MEDIA = ("media", "media_at")
+_MAPPED = ("ids", "labelled", "offsets", "firsts", "trained", "origins", "rows_at")
+_READ = ("columns", "media", "media_at", "rows")  # may be empty: empty arrays cannot be memory-mapped
 _REST = "store.json"
 
 
@@ -100,6 +100,8 @@ class TokenStore:
         columns: fp64[N, C], numeric columns of the examples.
         media: uint8[M], references of images, those of one segment after the other.
         media_at: int64[I, 3], for each segment with images its number and its start and end in ``media``.
+        rows: uint8[R], rows of prompts as JSON, one after the other.
+        rows_at: int64[N + 1], start of each example's row in ``rows``; an example without a row has no bytes there.
         names: names of the columns.
         files: (path, unit), as in ``files.FileRows``.
         highest: highest token id in ``ids``.
@@ -118,6 +120,8 @@ class TokenStore:
     highest: int
     media: np.ndarray
     media_at: np.ndarray
+    rows: np.ndarray
+    rows_at: np.ndarray
     mapped: tuple[tuple[Path, int, int], ...] = ()
 
     def __len__(self) -> int:
@@ -149,7 +153,9 @@ class TokenStore:
         if not 0 <= first < last < len(self.offsets):
             raise ValueError(f"segments {first} to {last} are out of range (0 to {len(self.offsets) - 1})")
         segments = tuple(self._segment(number) for number in range(first, last))
-        return Example(segments, dict(zip(self.names, self.columns[index].tolist(), strict=True)))
+        row = self._row(index)
+        columns = dict(zip(self.names, self.columns[index].tolist(), strict=True))
+        return Example(segments, columns, json.loads(row) if row else None)
 
     def _segment(self, number: int) -> Segment:
         start, end = self.offsets[number], self.offsets[number + 1]
@@ -167,14 +173,14 @@ class TokenStore:
             return b""
         return self.media[self.media_at[place, 1] : self.media_at[place, 2]].tobytes()
 
+    def _row(self, index: int) -> bytes:
+        return self.rows[self.rows_at[index] : self.rows_at[index + 1]].tobytes()
+
     def digests(self, index: int) -> bytes:
-        """The digests of an example's images in order, or the row of a prompt; empty for text."""
-        if not len(self.media_at):
-            return b""
-        stored = [self.media_of(number) for number in range(self.firsts[index], self.firsts[index + 1])]
-        if stored[0].startswith(b"{"):
-            return stored[0]
-        return "".join(ref["digest"] for one in stored if one for ref in json.loads(one)).encode()
+        """What tells an example from another one of the same tokens: digests of its images in order, and its row."""
+        numbers = range(self.firsts[index], self.firsts[index + 1]) if len(self.media_at) else ()
+        images = [ref["digest"] for number in numbers for ref in json.loads(self.media_of(number) or "[]")]
+        return "".join(images).encode() + self._row(index)
 
     def _check_length(self) -> None:
         """Check that no mapped file was truncated: reading beyond its end kills the process with SIGBUS."""
@@ -210,9 +216,16 @@ def build_store(
     media = np.frombuffer(b"".join(one.media for one in segments), dtype=np.uint8)
     ends, numbers = _starts([len(one.media) for one in segments]), np.arange(len(segments))
     media_at = np.stack([numbers, ends[:-1], ends[1:]], axis=1)[np.diff(ends) > 0]
+    packed = [_as_json(one.row) for one in examples]
+    rows, rows_at = np.frombuffer(b"".join(packed), dtype=np.uint8), _starts([len(one) for one in packed])
     return TokenStore(
-        ids, labelled, offsets, firsts, trained, places, columns, names, tuple(files), highest, media, media_at
-    )
+        ids, labelled, offsets, firsts, trained, places, columns, names, tuple(files), highest, media, media_at, rows,
+        rows_at,
+    )  # fmt: skip
+
+
+def _as_json(row: Mapping[str, Any] | None) -> bytes:
+    return b"" if row is None else json.dumps(row, default=str, ensure_ascii=False).encode(errors="replace")
 
 
 def _columns(examples: Sequence[Example]) -> tuple[tuple[str, ...], np.ndarray]:
@@ -255,10 +268,10 @@ class StoreWriter:
         """
         part = build_store(examples, origins, self._files)
         first = not self._arrays
-        tokens, segments = (0, 0) if first else (self._arrays["ids"].count, self._arrays["offsets"].count - 1)
-        values = {name: vars(part)[name] for name in (*_ARRAYS, _COLUMNS, *_MEDIA)}
-        values["media_at"] = values["media_at"] + [segments, self._media_bytes(), self._media_bytes()]
-        for name, start in (("offsets", tokens), ("firsts", segments)):
+        tokens, segments, media = self._count("ids"), self._count("offsets") - (not first), self._count("media")
+        values = {name: vars(part)[name] for name in (*_MAPPED, *_READ)}
+        values["media_at"] = values["media_at"] + [segments, media, media]
+        for name, start in (("offsets", tokens), ("firsts", segments), ("rows_at", self._count("rows"))):
             values[name] = values[name][0 if first else 1 :] + start
         for name, array in values.items():
             if first:
@@ -268,8 +281,8 @@ class StoreWriter:
         self._names = part.names
         self._highest = max(self._highest, part.highest)
 
-    def _media_bytes(self) -> int:
-        return self._arrays["media"].count if self._arrays else 0
+    def _count(self, name: str) -> int:
+        return self._arrays[name].count if self._arrays else 0
 
     def finish(self) -> TokenStore:
         """The store, memory-mapped if it is in a folder.
@@ -331,31 +344,16 @@ def load_store(folder: Path) -> TokenStore:
     Raises:
         OSError, ValueError, EOFError: a file is missing, truncated or has the wrong length.
     """
-    ids, labelled, offsets, firsts, trained, origins = (
-        np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in _ARRAYS
-    )
-    # empty arrays cannot be memory-mapped
-    columns, media, media_at = (np.load(folder / f"{name}.npy", allow_pickle=False) for name in (_COLUMNS, *_MEDIA))
-    whole = len(ids) == len(labelled) == offsets[-1] and firsts[-1] == len(offsets) - 1
-    if not whole or not len(trained) == len(origins) == len(columns) == len(firsts) - 1:
+    arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in _MAPPED}
+    arrays |= {name: np.load(folder / f"{name}.npy", allow_pickle=False) for name in _READ}
+    offsets, firsts, rows_at = arrays["offsets"], arrays["firsts"], arrays["rows_at"]
+    whole = len(arrays["ids"]) == len(arrays["labelled"]) == offsets[-1] and firsts[-1] == len(offsets) - 1
+    whole = whole and len(arrays["rows"]) == rows_at[-1]
+    counts = {len(arrays[name]) for name in ("trained", "origins", "columns")} | {len(firsts) - 1, len(rows_at) - 1}
+    if not whole or len(counts) > 1:
         raise ValueError("arrays of different lengths")
     rest = json.loads((folder / _REST).read_text(encoding="utf-8"))
     files = tuple((path, unit) for path, unit in rest["files"])
-    paths = [folder / f"{name}.npy" for name in _ARRAYS]
+    paths = [folder / f"{name}.npy" for name in _MAPPED]
     mapped = tuple((path, path.stat().st_ino, path.stat().st_size) for path in paths)
-    names = tuple(rest["names"])
-    return TokenStore(
-        ids,
-        labelled,
-        offsets,
-        firsts,
-        trained,
-        origins,
-        columns,
-        names,
-        files,
-        rest["highest"],
-        media,
-        media_at,
-        mapped,
-    )
+    return TokenStore(names=tuple(rest["names"]), files=files, highest=rest["highest"], mapped=mapped, **arrays)

@@ -23,16 +23,16 @@ from halftune.config.sections.data import SourceSection
 from halftune.core.errors import DataError
 from halftune.core.files import open_input
 from halftune.core.log import get_logger
-from halftune.data.conversation import BadRow
-from halftune.data.detect import detect_for
-from halftune.data.files import ending, read_file
+from halftune.data.encode.settings import Settings
+from halftune.data.encode.workers import CHUNK, make_row_tokenizer
+from halftune.data.formats.conversation import BadRow
+from halftune.data.formats.detect import detect_for
+from halftune.data.order.split import TokenizedSplit
+from halftune.data.readers.files import ending, read_file
+from halftune.data.readers.json_lines import line_rows
 from halftune.data.report import SourceReport, histogram, nothing_left
-from halftune.data.settings import Settings
-from halftune.data.sources import BUILTIN, empty, files_of, is_hub_id, missing
-from halftune.data.split import TokenizedSplit
+from halftune.data.sources.source import BUILTIN, empty, files_of, is_hub_id, missing
 from halftune.data.store import Example, TokenStore, build_store
-from halftune.data.streamed import line_rows
-from halftune.data.tokenize import CHUNK, make_row_tokenizer
 
 log = get_logger(__name__)
 
@@ -239,11 +239,11 @@ def _opened(section: SourceSection) -> tuple[Any, str]:
     """A function that opens a source from its first row, and the identity of its content."""
     name = section.path
     if is_remote(section):
-        from halftune.data.hub import hub_stream
+        from halftune.data.sources.hub import hub_stream
 
         return hub_stream(section)
     if name.startswith(BUILTIN):
-        from halftune.data.sources import open_source
+        from halftune.data.sources.source import open_source
 
         return lambda: _of_files([name]), open_source(section).fingerprint
     if not Path(name).exists():
@@ -261,7 +261,7 @@ def _rows(names: list[str]) -> Iterator[dict[str, Any]]:
     for name in names:
         path = Path(name)
         if name.startswith(BUILTIN):
-            from halftune.data.builtin import builtin_rows
+            from halftune.data.sources.builtin import builtin_rows
 
             found = builtin_rows(name.removeprefix(BUILTIN))
             unit, rows = found.unit, zip(found.numbers, found.rows, strict=True)

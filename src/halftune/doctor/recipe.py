@@ -11,14 +11,14 @@ from transformers import PreTrainedTokenizerBase
 from halftune.config.facts.config_file import config_file
 from halftune.config.facts.families import causal_types
 from halftune.config.facts.model import ModelFacts, facts_from_config, read_model_facts
-from halftune.config.facts.of_recipe import present_model
 from halftune.config.load import LoadedConfig
+from halftune.config.recipe_facts import present_model
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import HalftuneError, PlanError
 from halftune.doctor.environment import Check
 from halftune.doctor.trace_model import TraceReport, trace_model
 from halftune.hardware import Hardware
-from halftune.model.tokenizer import load_tokenizer
+from halftune.model.tokenizer.tokenizer import load_tokenizer
 from halftune.plan import resolve
 
 _WHOLE_MODELS = ("thinker_config",)

@@ -27,18 +27,18 @@ from halftune.attention.contract import (
 from halftune.config.run import RunConfig
 from halftune.core.errors import HalftuneError
 from halftune.doctor.inputs import inputs_for, untraced_towers
-from halftune.model.architectures import multimodal_auto
-from halftune.model.packing_check import small_copy
-from halftune.model.remote_code import last_line, remote_code_error
-from halftune.model.without_weights import build, prepare, read_config
+from halftune.model.attention.packing_check import small_copy
+from halftune.model.files.architectures import multimodal_auto
+from halftune.model.load.remote_code import last_line, remote_code_error
+from halftune.model.meta.model import build, prepare, read_config
 from halftune.plan import Plan
+from halftune.precision.record.sources import written_in
 from halftune.precision.report import check_dtypes
 from halftune.precision.trace.fake_tensors import NEEDS_VALUES, FakeTensors
 from halftune.precision.trace.findings import Finding, findings
 from halftune.precision.trace.flash_stubs import flash_attn_importable
 from halftune.precision.trace.layer_reuse import reuse_equal_layers
 from halftune.precision.trace.skip_kernels import skip_triton_kernels
-from halftune.precision.trace.sources import written_in
 from halftune.precision.trace.tracer import Arrival, Tracer
 
 NAME = "halftune_trace"

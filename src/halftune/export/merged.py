@@ -15,13 +15,13 @@ from halftune.core.choice import Format
 from halftune.core.errors import TrainingError
 from halftune.core.manifest import MANIFEST, seal
 from halftune.export.output import check_output, inputs_of
-from halftune.model.completed_run import CompletedRun
-from halftune.model.identity import check_base
-from halftune.model.locate import locate
-from halftune.model.merge import Merge, Progress, merge_adapter, no_progress, round_model
-from halftune.model.result import base_of_result
-from halftune.model.save import README, save_tokenizer, write_model
-from halftune.model.tokenizer import load_tokenizer
+from halftune.model.files.identity import check_base
+from halftune.model.files.locate import locate
+from halftune.model.files.result import base_of_result
+from halftune.model.result.completed_run import CompletedRun
+from halftune.model.result.merge import Merge, Progress, merge_adapter, no_progress, round_model
+from halftune.model.result.save import README, save_tokenizer, write_model
+from halftune.model.tokenizer.tokenizer import load_tokenizer
 from halftune.precision.truth_table import Rounding, roundings
 
 FORMATS: dict[str, Format] = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}

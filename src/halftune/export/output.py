@@ -10,7 +10,7 @@ from halftune.config.rules.files import part_of_run
 from halftune.config.run import RunConfig
 from halftune.config.sections.model import LoraAdapter
 from halftune.core.errors import ModelError
-from halftune.model.result import has_manifest
+from halftune.model.files.result import has_manifest
 
 
 def inputs_of(config: RunConfig) -> list[Path]:

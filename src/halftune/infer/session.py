@@ -12,14 +12,14 @@ from transformers import PreTrainedTokenizerBase
 from halftune.config.sections.training import GenerationSection
 from halftune.core.errors import ModelError
 from halftune.model.adapters import load_adapter
-from halftune.model.completed_run import CompletedRun
-from halftune.model.device import device_of
+from halftune.model.files.identity import check_base
+from halftune.model.files.locate import locate
+from halftune.model.files.result import base_of_result
 from halftune.model.generate import OnText, generate_reply
-from halftune.model.identity import check_base
-from halftune.model.load import load_model
-from halftune.model.locate import locate
-from halftune.model.result import base_of_result
-from halftune.model.tokenizer import load_tokenizer
+from halftune.model.load.device import device_of
+from halftune.model.load.load import load_model
+from halftune.model.result.completed_run import CompletedRun
+from halftune.model.tokenizer.tokenizer import load_tokenizer
 from halftune.precision.report import check_dtypes
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.launcher import api
 
-from halftune.core.failures import NAMED, Record, from_message, read
+from halftune.core.processes.failures import NAMED, Record, from_message, read
 from halftune.launch.deadline import Deadline
 from halftune.launch.machines import Machines
 from halftune.launch.summary import FAILED, Failure, say, stopped, summary

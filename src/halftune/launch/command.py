@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from halftune.config.run import RunConfig
 from halftune.config.sections.training import DistributedSection
-from halftune.core import heartbeat
 from halftune.core.errors import PlanError
-from halftune.core.process import this_process
+from halftune.core.processes import heartbeat
+from halftune.core.processes.process import this_process
 from halftune.hardware import Hardware
 
 if TYPE_CHECKING:

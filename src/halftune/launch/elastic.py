@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from halftune.core.errors import HalftuneError
-from halftune.core.failures import SUMMARY
+from halftune.core.processes.failures import SUMMARY
 from halftune.hardware.probe import cpu_cores
 from halftune.launch.machines import Machine, Machines, wait_for_machines
 from halftune.launch.summary import FAILED, say, summary

@@ -14,7 +14,7 @@ from socket import gethostname
 from typing import TYPE_CHECKING
 
 from halftune.core.errors import PlanError, TrainingError
-from halftune.core.wait_for_port import Patience, place, wait_for_port
+from halftune.core.processes.wait_for_port import Patience, place, wait_for_port
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore

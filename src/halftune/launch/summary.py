@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from halftune.core.failures import NAMED, Record
+from halftune.core.processes.failures import NAMED, Record
 
 FAILED = 5  # as TrainingError
 

@@ -1,12 +1,17 @@
 """Training methods, one file each: what an example weighs, and the loss of a batch.
 
 ``Method`` is what the training loop asks of them.
+
+In: a `PolicyModel` and a `Batch`.
+Out: a `Loss`: a sum with gradient, its weight, metrics.
+Imported by: `train`, `certify`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +20,7 @@ from halftune.config.sections.method import MethodSection
 from halftune.core import table
 from halftune.data.batch import Batch
 from halftune.data.store import Example
-from halftune.model.policy import PolicyModel
+from halftune.model.policy.policy import PolicyModel
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class Loss:
         total: a scalar sum with a graph; the loop divides by the weight of the whole global batch.
         metrics: each of the method's metrics as (sum, count), scalars of the total's dtype without a graph; the loop
             sums both over micro-batches and processes and reports their ratio.
-        columns: more columns of the batch, for the next update on it; without a graph.
+        columns: what the later updates on the same batch read as further columns of it; without a graph.
     """
 
     total: Tensor
@@ -71,31 +76,39 @@ class AdapterOff:
             return self.policy.token_logprobs(batch, temperature)
 
 
-class Method(Protocol):
+class Method(ABC):
     """A training method. Its section (``config.sections.method``) says which records it reads.
 
     Attributes:
         metrics: names of what it measures beside the loss.
+        updates: of the weights, on each batch of answers; 1 for methods on data.
     """
 
-    metrics: ClassVar[tuple[str, ...]]
+    metrics: tuple[str, ...] = ()
+    updates: int = 1
 
     def weight(self, example: Example) -> float:
         """The example's share of the normaliser: the loss of a global batch is the sum of totals over that of weights.
 
-        A sum over any split of a batch is the same, so gradients do not depend on the split.
+        A sum over any split of a batch is the same, so gradients do not depend on the split. By default: labelled
+        tokens that are predicted; the first one of a segment is predicted from nothing.
         """
-        ...
+        return float(sum(segment.loss_mask[1:].sum() for segment in example.segments))
 
-    def loss(self, policy: PolicyModel, batch: Batch, reference: Reference) -> Loss:
+    @abstractmethod
+    def loss(self, policy: PolicyModel, batch: Batch, reference: Any) -> Loss:
         """The loss of a batch on the model's device, under the plan's autocast.
 
         Args:
             policy: the model in training.
             batch: whole examples.
-            reference: the model before training; asked only by methods whose section says ``needs_reference``.
+            reference: what the plan compares with: a `Reference`, `AdapterOff` where the method asks for single
+                tokens, or the teacher.
         """
-        ...
+
+    def evaluate(self, policy: PolicyModel, batch: Batch, reference: Any) -> Loss:
+        """The loss that an evaluation reports, without a graph; by default that of training."""
+        return self.loss(policy, batch, reference)
 
 
 # type of the section → Method(section)

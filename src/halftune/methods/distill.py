@@ -6,16 +6,15 @@ eq. 1), with 0 the forward and with 1 the reverse KL divergence.
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol, cast
+from typing import Protocol
 
 from torch import Tensor
 
 from halftune.config.sections.method import DistillMethod
 from halftune.data.batch import Batch
-from halftune.methods import Loss, Reference
-from halftune.methods.sft import Sft
-from halftune.model.head import HeadRows
-from halftune.model.policy import PolicyModel
+from halftune.methods import Loss, Method
+from halftune.model.policy.head import HeadRows
+from halftune.model.policy.policy import PolicyModel
 
 SAMPLED = "sampled"
 """Column of a batch: 1 for an example whose answer the model has sampled."""
@@ -29,24 +28,24 @@ class Teacher(Protocol):
         ...
 
 
-class Distill(Sft):
+class Distill(Method):
     """Mean divergence over the labelled tokens of the global batch, and a share of their cross-entropy.
 
     The cross-entropy is learned from answers of the data only, also where the model samples some itself.
     """
 
-    metrics: ClassVar[tuple[str, ...]] = ("divergence", "cross_entropy")
+    metrics = ("divergence", "cross_entropy")
 
     def __init__(self, section: DistillMethod) -> None:
         self.section = section
 
-    def loss(self, policy: PolicyModel, batch: Batch, reference: Reference) -> Loss:
+    def loss(self, policy: PolicyModel, batch: Batch, reference: Teacher) -> Loss:
         """``divergence_weight`` times the sum of the divergences plus ``sft_weight`` times that of the cross-entropy.
 
         The teacher runs first: its activations are gone before those of the model exist.
         """
         section = self.section
-        teacher = cast("Teacher", reference).head_rows(batch)
+        teacher = reference.head_rows(batch)
         found = policy.divergences(batch, teacher, float(section.beta), float(section.temperature))
         divergence, cross_entropy = found.sum(dim=1)
         of_data = found[1] * self._from_data(policy, batch)

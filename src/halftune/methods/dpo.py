@@ -18,7 +18,7 @@ from halftune.config.sections.method import DpoMethod
 from halftune.data.batch import Batch
 from halftune.methods import Loss, Reference
 from halftune.methods.pairs import PairMethod, split
-from halftune.model.policy import PolicyModel
+from halftune.model.policy.policy import PolicyModel
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import torch
 from halftune.config.sections.method import GrpoMethod
 from halftune.data.batch import WEIGHT, Batch
 from halftune.data.store import Example
-from halftune.methods import AdapterOff, Loss, Reference
-from halftune.model.policy import PolicyModel
+from halftune.methods import AdapterOff, Loss, Method
+from halftune.model.policy.policy import PolicyModel
 
 ADVANTAGES = "advantages"  # a column of batches: fp32 [S], of each answer
 SAMPLED = "sampled_logprobs"  # a column of batches: fp32 [K], the labels' log-probabilities before the first update
@@ -70,7 +70,7 @@ def advantages(rewards: torch.Tensor, *, scale: bool, leave_one_out: bool) -> to
     return torch.where(rewards.isnan() | (number < 2), 0.0, found)
 
 
-class Grpo:
+class Grpo(Method):
     """A mean over tokens, answers or both, see ``loss`` in the section. The evaluation loss is the negative reward."""
 
     def __init__(self, section: GrpoMethod) -> None:
@@ -78,38 +78,41 @@ class Grpo:
         more = ("entropy", *((DROPPED,) if section.dynamic_sampling else ()), *(("kl",) if section.beta else ()))
         more = (*more, *(("clip_fraction",) if section.num_iterations > 1 else ()))
         more = (*more, *(("server_weight", "server_gap") if section.server is not None else ()))
-        self.metrics = (*MEASURED, *reward_metrics(section), *more)
+        self.metrics, self.updates = (*MEASURED, *reward_metrics(section), *more), section.num_iterations
 
     def weight(self, example: Example) -> float:
-        """Of a prompt, which has no labels yet; ``train.rollout`` sets the weights of answers."""
+        """Of a prompt, which has no labels yet; ``train.rollouts`` sets the weights of answers."""
         return 0.0
 
     def group_weight(self, trained: int) -> float:
         """What the answers to a prompt weigh; ``trained`` is their number of labels."""
         return float(trained if self.section.loss == "dapo" else self.section.num_generations)
 
-    def loss(self, policy: PolicyModel, batch: Batch, reference: Reference) -> Loss:
-        """Sum over tokens; without gradients, the negative rewards of the answers."""
+    def evaluate(self, policy: PolicyModel, batch: Batch, reference: AdapterOff) -> Loss:
+        """Sum of the negative rewards of the answers."""
+        columns, weights = batch.columns, batch.columns[WEIGHT]
+        rewards = columns.get(REWARD, weights)  # a batch that keeps processes in step has no answers, and weighs 0
+        return Loss(-(rewards.nan_to_num() * weights).sum(), self._measured(columns))
+
+    def loss(self, policy: PolicyModel, batch: Batch, reference: AdapterOff) -> Loss:
+        """Sum over tokens. ``columns`` are the log-probabilities before the first update on the answers."""
         section, columns = self.section, batch.columns
-        zero = columns[WEIGHT].new_zeros(())
-        metrics = {name: _measured(columns.get(name), zero) for name in self.metrics}
-        if not torch.is_grad_enabled():
-            return Loss(-(columns[REWARD].nan_to_num() * columns[WEIGHT]).sum(), metrics)
+        metrics, zero = self._measured(columns), columns[WEIGHT].new_zeros(())
         values, entropies = policy.token_logprobs_and_entropies(batch, section.temperature)
         metrics["entropy"] = (entropies.sum().to(zero.dtype), zero + len(entropies))
         known = None
         if section.beta:  # a sharded model needs all processes in each forward pass
-            assert isinstance(reference, AdapterOff)
             known = reference.token_logprobs(batch, section.temperature)
         if not len(values) or not batch.examples:
             return Loss(values.sum(), metrics)
         owners = policy.label_segments(batch)
         lengths, advantage = torch.bincount(owners, minlength=len(columns[ADVANTAGES])), columns[ADVANTAGES][owners]
-        ratio = self._ratio(values - columns.get(SAMPLED, values.detach()), owners, lengths)
+        sampled = columns.get(SAMPLED, values.detach())  # in the first update, by the weights that sampled the answers
+        ratio = self._ratio(values - sampled, owners, lengths)
         low, high = 1 - section.epsilon, 1 + (section.epsilon_high or section.epsilon)
         losses = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
         if SERVED in columns:
-            losses = losses * self._server_weights(columns.get(SAMPLED, values.detach()) - columns[SERVED], metrics)
+            losses = losses * self._server_weights(sampled - columns[SERVED], metrics)
         if known is not None:
             apart = known - values
             kl = apart.exp() - apart - 1
@@ -120,8 +123,16 @@ class Grpo:
             metrics["clip_fraction"] = (clipped.sum().to(zero.dtype), zero + clipped.numel())
         if section.loss != "dapo":
             losses = losses / (lengths[owners] if section.loss == "grpo" else section.max_completion_length)
-        again = section.num_iterations > 1 and SAMPLED not in columns
-        return Loss(losses.sum(), metrics, {SAMPLED: values.detach()} if again else {})
+        return Loss(losses.sum(), metrics, {SAMPLED: sampled})
+
+    def _measured(self, columns: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Sum and count of each metric's column, NaN left out; zeros where the batch has none."""
+        zero = columns[WEIGHT].new_zeros(())
+        found = dict.fromkeys(self.metrics, (zero, zero))
+        for name in found.keys() & columns.keys():
+            column = columns[name]
+            found[name] = (column.nansum(), (~column.isnan()).sum().to(column.dtype))
+        return found
 
     def _server_weights(
         self, apart: torch.Tensor, metrics: dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -140,8 +151,3 @@ class Grpo:
         if self.section.importance_sampling == "sequence":
             apart = (torch.zeros_like(lengths, dtype=apart.dtype).index_add(0, owners, apart) / lengths)[owners]
         return apart.exp()
-
-
-def _measured(column: torch.Tensor | None, zero: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum and count of a column's numbers, NaN left out; zeros where the batch has none."""
-    return (zero, zero) if column is None else (column.nansum(), (~column.isnan()).sum().to(column.dtype))

@@ -8,27 +8,25 @@ al. 2024, arXiv:2408.06266) has ``z = 0``.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
 from halftune.config.sections.method import KtoMethod
 from halftune.data.batch import WEIGHT, Batch, some_segments
-from halftune.data.groups import LABEL
+from halftune.data.encode.groups import LABEL
 from halftune.data.store import Example
-from halftune.methods import Loss, Reference
-from halftune.model.policy import PolicyModel
+from halftune.methods import Loss, Method, Reference
+from halftune.model.policy.policy import PolicyModel
 
 
-class Kto:
+class Kto(Method):
     """Mean loss over the answers of the global batch.
 
     An example is a group of rows, so ``z`` does not depend on how a batch is split. In TRL it is the mean over a
     micro-batch and all processes; both are equal with one process and TRL's micro-batch as the group.
     """
 
-    metrics: ClassVar[tuple[str, ...]] = ("rewards/chosen", "rewards/rejected", "kl")
+    metrics = ("rewards/chosen", "rewards/rejected", "kl")
 
     def __init__(self, section: KtoMethod) -> None:
         self.beta, self.estimates = section.beta, section.loss == "kto"

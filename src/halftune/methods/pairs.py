@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor
 
 from halftune.data.batch import WEIGHT, Batch
 from halftune.data.store import Example
-from halftune.methods import Loss
+from halftune.methods import Loss, Method
 
 
-class PairMethod:
+class PairMethod(Method):
     """Mean loss over the pairs of the global batch; chosen and rejected answers go through one forward pass."""
 
-    metrics: ClassVar[tuple[str, ...]] = (
-        "rewards/chosen",
-        "rewards/rejected",
-        "rewards/margins",
-        "rewards/accuracies",
-    )
+    metrics = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 
     def weight(self, example: Example) -> float:
         """A pair counts as one, however long its answers are."""

@@ -20,7 +20,7 @@ from halftune.config.sections.method import CpoMethod, OrpoMethod, SimpoMethod
 from halftune.data.batch import Batch
 from halftune.methods import Loss, Reference
 from halftune.methods.pairs import PairMethod, split
-from halftune.model.policy import PolicyModel
+from halftune.model.policy.policy import PolicyModel
 
 
 class Simpo(PairMethod):

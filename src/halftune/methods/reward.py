@@ -13,7 +13,7 @@ from halftune.config.sections.method import RewardMethod
 from halftune.data.batch import Batch
 from halftune.methods import Loss, Reference
 from halftune.methods.pairs import PairMethod, split
-from halftune.model.policy import PolicyModel
+from halftune.model.policy.policy import PolicyModel
 
 MARGIN = "margin"
 

@@ -7,38 +7,30 @@ entropy H of the likeliest tokens, renormalised among themselves. The factors ha
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-import torch
-
-from halftune.config.sections.method import Method as MethodSection
-from halftune.config.sections.method import SftMethod
+from halftune.config.sections.method import MethodSection, SftMethod
 from halftune.data.batch import Batch
-from halftune.data.store import Example
-from halftune.methods import Loss, Reference
-from halftune.model.policy import PolicyModel
+from halftune.methods import Loss, Method, Reference
+from halftune.model.policy.policy import PolicyModel
 
 
-class Sft:
+class Sft(Method):
     """Mean cross-entropy over the labelled tokens of the global batch."""
-
-    metrics: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, section: MethodSection) -> None:
         """``train_on`` has chosen the labels when the data was prepared."""
         self.section = section if isinstance(section, SftMethod) else SftMethod()
 
-    def weight(self, example: Example) -> float:
-        """Labelled tokens that are predicted; the first one of a segment is predicted from nothing."""
-        return float(sum(segment.loss_mask[1:].sum() for segment in example.segments))
-
     def loss(self, policy: PolicyModel, batch: Batch, reference: Reference) -> Loss:
-        """Sum of the cross-entropy; while gradients are enabled, of what is asked for."""
+        """Sum over the labelled tokens of the loss that is asked for."""
         section = self.section
-        if section.loss == "nll" or not torch.is_grad_enabled():
+        if section.loss == "nll":
             return Loss(policy.nll_sum(batch))
         if section.loss == "dft":
             values = policy.token_logprobs(batch)
             return Loss(-(values.detach().exp() * values).sum())
         values, entropies = policy.token_logprobs_and_entropies(batch, tokens=section.eaft_tokens)
         return Loss(-((entropies / section.eaft_scale) ** section.eaft_alpha * values).sum())
+
+    def evaluate(self, policy: PolicyModel, batch: Batch, reference: Reference) -> Loss:
+        """Sum of the plain cross-entropy, which other runs report, too."""
+        return Loss(policy.nll_sum(batch))

@@ -1,0 +1,6 @@
+"""The model: files → tokenizer and weights in the planned dtypes → adapters → policy → result.
+
+In: a config and its plan.
+Out: a module that trains as planned; files that hold what was trained.
+Imported by: `methods`, `train`, `infer`, `export`, `certify`.
+"""

@@ -16,10 +16,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from halftune.config.sections.training import GenerationSection
 from halftune.core.errors import ModelError
-from halftune.core.time_limit import Limits, OutOfTime
-from halftune.model.load_errors import TEMPLATE_ERRORS, first_line
-from halftune.model.tokenizer import end_of_turn_ids
-from halftune.model.vocabulary import check_ids
+from halftune.core.processes.time_limit import Limits, OutOfTime
+from halftune.model.files.load_errors import TEMPLATE_ERRORS, first_line
+from halftune.model.tokenizer.tokenizer import end_of_turn_ids
+from halftune.model.tokenizer.vocabulary import check_ids
 from halftune.plan import Plan
 from halftune.precision.dtypes import autocast
 

@@ -1,4 +1,9 @@
-"""Builds the optimizers of ``halftune.config.optimizers``."""
+"""Builds the optimizers of ``halftune.config.optimizers``.
+
+In: parameters, the ``training`` section.
+Out: an optimizer whose state has the planned dtype.
+Imported by: `train.setup`.
+"""
 
 from __future__ import annotations
 

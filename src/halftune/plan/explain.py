@@ -5,9 +5,12 @@ from __future__ import annotations
 import io
 import shutil
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from halftune.core.choice import Choice
-from halftune.plan.tree import MemoryPlan, Plan
+
+if TYPE_CHECKING:  # a plan prints itself with this module
+    from halftune.plan.tree import MemoryPlan, Plan
 
 GIB, MIB = 2**30, 2**20
 WIDEST = 110

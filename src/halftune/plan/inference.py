@@ -12,8 +12,10 @@ from halftune.config.sections.training import DistributedSection, PartRatesSecti
 from halftune.core.choice import Choice, Format
 from halftune.hardware import Hardware
 from halftune.hardware.memory import RUNTIME_BYTES, weight_bytes
+from halftune.plan.constraints import constrained
+from halftune.plan.decide import decide
 from halftune.plan.memory import BYTES
-from halftune.plan.resolve import resolve
+from halftune.plan.request import Request
 from halftune.plan.tree import MemoryPlan, Plan
 from halftune.precision.resolve import frozen_precision
 
@@ -34,7 +36,7 @@ def resolve_inference(config: RunConfig, hardware: Hardware, facts: ModelFacts, 
     Raises:
         PlanError: this machine or model cannot honour what was asked.
     """
-    plan = resolve(_without_training(config), hardware, facts)
+    plan = decide(constrained(Request(_without_training(config), facts)), hardware)
     precision = frozen_precision(plan.precision, adapter)
     off = Choice(False, NOTHING_TRAINED)
     return replace(
@@ -48,7 +50,7 @@ def resolve_inference(config: RunConfig, hardware: Hardware, facts: ModelFacts, 
     )
 
 
-def resolve_teacher(config: RunConfig, hardware: Hardware, facts: ModelFacts) -> Plan:
+def resolve_teacher(config: RunConfig, hardware: Hardware, facts: ModelFacts | None) -> Plan:
     """Decides how a run's teacher is computed beside the model in training: on the same batches, and frozen; pure.
 
     Args:
@@ -61,8 +63,9 @@ def resolve_teacher(config: RunConfig, hardware: Hardware, facts: ModelFacts) ->
     """
     teacher = config.method.teacher_model
     assert teacher is not None
+    assert facts is not None
     asked = _without_training(config.model_copy(update={"model": teacher, "method": SftMethod()}))
-    plan = resolve(asked.model_copy(update={"data": config.data}), hardware, facts)
+    plan = decide(constrained(Request(asked.model_copy(update={"data": config.data}), facts)), hardware)
     precision = frozen_precision(plan.precision, None)
     off = Choice(False, NOTHING_TRAINED)
     return replace(

@@ -14,8 +14,8 @@ from halftune.core.choice import Choice, Format
 from halftune.core.errors import DoesNotFitError
 from halftune.hardware import Hardware
 from halftune.hardware.memory import Estimate, Workload, estimate, experts_size
-from halftune.plan.trainable import Adapted
 from halftune.plan.tree import MemoryPlan, batch_size
+from halftune.plan.weights.trainable import Adapted
 from halftune.precision import PrecisionPlan
 
 BYTES: dict[Format, int] = {"bf16": 2, "fp16": 2, "fp32": 4}

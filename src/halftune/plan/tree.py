@@ -12,6 +12,7 @@ from halftune.config.run import RunConfig
 from halftune.core.choice import Choice, Format
 from halftune.hardware import Hardware
 from halftune.hardware.memory import Estimate
+from halftune.plan.explain import explain
 from halftune.precision import PrecisionPlan
 
 DEFAULT_ROWS = 4
@@ -285,8 +286,6 @@ class Plan:
     teacher: Plan | None = None
 
     def __str__(self) -> str:
-        from halftune.plan.explain import explain  # reads this module
-
         return explain(self)
 
     def _repr_html_(self) -> str:

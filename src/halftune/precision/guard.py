@@ -20,9 +20,9 @@ from halftune.core.errors import DtypeContractError
 from halftune.core.log import get_logger
 from halftune.precision.dtypes import plain_name, torch_dtype
 from halftune.precision.in_graph import OF_A_GRAPH, note, number_of
-from halftune.precision.trace.recorder import Recorder, copy_record
-from halftune.precision.trace.sources import written_in
-from halftune.precision.trace.steps import first_promotion, shown
+from halftune.precision.record.recorder import Recorder, copy_record
+from halftune.precision.record.sources import written_in
+from halftune.precision.record.steps import first_promotion, shown
 
 log = get_logger(__name__)
 

@@ -1,1 +1,6 @@
-"""Training: set-up, the loop, checkpoints, callbacks and the report."""
+"""Training: `trainer` is the loop, `setup` builds what it needs, `state` is what all of it shares.
+
+In: a loaded config and its plan.
+Out: a run folder: checkpoints, ``final/``, report.
+Imported by: `cli`, `bench`, `certify`, `api`.
+"""

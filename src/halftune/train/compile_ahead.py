@@ -8,11 +8,11 @@ import torch
 
 from halftune.config.run import RunConfig
 from halftune.core.log import get_logger
-from halftune.model.architectures import read_config
-from halftune.model.locate import locate
+from halftune.model.files.architectures import read_config
+from halftune.model.files.locate import locate
 from halftune.plan import Plan
 from halftune.precision.dtypes import torch_dtype
-from halftune.train.callbacks.base import Phase
+from halftune.train.callback import Phase
 
 log = get_logger(__name__)
 
@@ -50,7 +50,7 @@ def compile_ahead(config: RunConfig, plan: Plan, device: torch.device, phase: Ca
     prove_kernels(plan, device, phase)
     if plan.attention.linear.value != "halftune":
         return
-    from halftune.model.compile_kernels import compile_kernels, kernels_to_compile  # imports the operators
+    from halftune.model.attention.compile_kernels import compile_kernels, kernels_to_compile  # imports the operators
 
     if device.type != "cpu":
         phase("compiling")

@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import json
-import zlib
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
 
 from halftune import __version__
-from halftune.core.atomic import whole_file
+from halftune.core import disk_cache
 from halftune.core.errors import TrainingError
-from halftune.core.files import cache_dir, open_file
 from halftune.core.log import get_logger
 from halftune.data.batch import Batch
-from halftune.data.split import TokenizedSplit
-from halftune.model.policy import PolicyModel
+from halftune.data.order.split import TokenizedSplit
+from halftune.model.policy.policy import PolicyModel
 from halftune.plan import to_dict
-from halftune.train.feed import Feed
-from halftune.train.processes import sum_over_processes
+from halftune.train.batches.feed import Feed
+from halftune.train.loop.step import forward_pass
+from halftune.train.parallel.processes import sum_over_processes
 from halftune.train.state import TrainState
-from halftune.train.step import forward_pass
 
 log = get_logger(__name__)
+_FILE, _WHAT = "values.npy", "log-probabilities of the reference"
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,8 @@ def precompute(run: TrainState, feed: Feed) -> Precomputed:
         TrainingError: values are not finite; names the first example.
     """
     shape = (len(feed.split), run.config.method.segments)
-    path = cache_dir() / "reference" / f"{_key(run, feed.split)}.npz"
-    known = _read(path, shape) if run.config.data.cache else None
+    folder = disk_cache.entry("reference", _key(run, feed.split))
+    known = disk_cache.read(folder, partial(_load, shape=shape), _WHAT) if run.config.data.cache else None
     if sum_over_processes(run.accelerator, [float(known is not None)])[0] == run.processes:
         assert known is not None
         return Precomputed(torch.from_numpy(known))
@@ -77,7 +76,7 @@ def precompute(run: TrainState, feed: Feed) -> Precomputed:
         remedy = "look at this row and the model's weights; in fp16, try precision: bf16 or fp32"
         raise TrainingError(what, where=where, remedy=remedy, code="train.non_finite")
     if run.is_main and run.config.data.cache:
-        _write(path, values)
+        disk_cache.write(folder, lambda beside: np.save(beside / _FILE, values), _WHAT)
     return Precomputed(torch.from_numpy(values))
 
 
@@ -121,23 +120,7 @@ def _key(run: TrainState, split: TokenizedSplit) -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path, shape: tuple[int, int]) -> np.ndarray | None:
-    """The values of an earlier run; None without them, or where they are corrupt."""
-    try:
-        with open_file(path) as file, np.load(file, allow_pickle=False) as archive:
-            values = archive["values"]  # the zip format has a checksum, which is compared here
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, EOFError, LookupError, RuntimeError, MemoryError, BadZipFile, zlib.error) as error:
-        log.warning("corrupt log-probabilities in %s (%s): computing them again", path, error)
-        return None
+def _load(folder: Path, shape: tuple[int, int]) -> np.ndarray | None:
+    """The values of an earlier run; None where they do not fit."""
+    values = np.load(folder / _FILE, allow_pickle=False)
     return values if values.shape == shape and values.dtype == np.float64 and np.isfinite(values).all() else None
-
-
-def _write(path: Path, values: np.ndarray) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path) as beside, beside.open("wb") as file:
-            np.savez(file, values=values)
-    except OSError as error:
-        log.warning("log-probabilities of the reference are not kept: %s: %s", path.parent, error.strerror)

@@ -15,46 +15,46 @@ from transformers import PreTrainedTokenizerBase
 from halftune.config.load import LoadedConfig
 from halftune.config.run import RunConfig
 from halftune.config.sections.model import LoraAdapter, ModelSection
-from halftune.core import heartbeat
 from halftune.core.choice import Choice
 from halftune.core.errors import ConfigError
 from halftune.core.log import get_logger
+from halftune.core.processes import heartbeat
 from halftune.data.pipeline import PreparedData, TokenizedSplit, prepare
 from halftune.methods import make_method
 from halftune.model.adapters import attach_adapter
 from halftune.model.adapters.peft_experts import not_loaded_by_peft
-from halftune.model.architectures import is_multimodal, read_config
+from halftune.model.attention.packing_check import packing_verdict
+from halftune.model.files.architectures import is_multimodal, read_config
+from halftune.model.files.locate import locate, media_of
 from halftune.model.fused import fuse
-from halftune.model.load import load_model
-from halftune.model.locate import locate, media_of
-from halftune.model.packing_check import packing_verdict
-from halftune.model.policy import check_router_loss
-from halftune.model.tokenizer import load_tokenizer
-from halftune.model.towers import small_multimodal_copy
-from halftune.model.vocabulary import check_ids, padding_id
+from halftune.model.load.load import load_model
+from halftune.model.load.towers import small_multimodal_copy
+from halftune.model.policy.policy import check_router_loss
+from halftune.model.tokenizer.tokenizer import load_tokenizer
+from halftune.model.tokenizer.vocabulary import check_ids, padding_id
 from halftune.optim import make_optimizer
 from halftune.plan import Plan
 from halftune.plan.distribution import needs_whole_weights
 from halftune.plan.finalise import Evidence, finalise
 from halftune.precision.report import check_dtypes
-from halftune.train.callbacks.base import Phase
-from halftune.train.checkpoint import first_weights
+from halftune.train.batches.feed import Feed
+from halftune.train.callback import Phase
+from halftune.train.checkpoint.checkpoint import first_weights
+from halftune.train.checkpoint.resume import check_same_data, choose_checkpoint, position, resumed_batch
+from halftune.train.checkpoint.run_inputs import UNCHANGED, check_same_inputs, contents, run_inputs, template_date
 from halftune.train.compile_ahead import compile_ahead
-from halftune.train.feed import Feed
-from halftune.train.folder import RunFolder
+from halftune.train.loop.stepper import runs_late
 from halftune.train.numeric_environment import seed_everything, set_rounding
 from halftune.train.parallel import make_strategy
+from halftune.train.parallel.processes import check_agreed, keep_freed_memory, make_accelerator
 from halftune.train.parallel.strategy import Strategy
-from halftune.train.processes import check_agreed, keep_freed_memory, make_accelerator
-from halftune.train.resume import check_same_data, choose_checkpoint, position, resumed_batch
-from halftune.train.run_inputs import UNCHANGED, check_same_inputs, contents, run_inputs, template_date
+from halftune.train.run_folder.folder import RunFolder
 from halftune.train.schedule import make_schedule
 from halftune.train.state import TrainState
-from halftune.train.stepper import runs_late
 
 if TYPE_CHECKING:
     from halftune.data.media.processor import MediaProcessor
-    from halftune.model.lazy_weights import LazyWeights
+    from halftune.model.load.lazy_weights import LazyWeights
     from halftune.train.teacher import Teacher
 
 log = get_logger(__name__)
@@ -126,7 +126,7 @@ def optimizer_of(config: RunConfig, plan: Plan, model: nn.Module) -> torch.optim
     """The optimizer of all trained weights, with the learning rates of their parts."""
     optimizer = make_optimizer(model, config.training, plan.precision, config.adapter)
     if plan.parts:
-        from halftune.model.parts import set_part_rates  # few runs have several parts
+        from halftune.model.load.parts import set_part_rates  # few runs have several parts
 
         set_part_rates(optimizer, model, config.training)
     return optimizer
@@ -210,7 +210,7 @@ def place_model(
         what = "peft alone would not load %d tensors of this adapter (%s …), which it renames: use `halftune export`"
         log.warning(what, len(left), left[0])
     if plan.precision.linear is not None:
-        from halftune.model.float8 import round_to_float8  # few runs have float8 weights
+        from halftune.model.load.float8 import round_to_float8  # few runs have float8 weights
 
         round_to_float8(model, plan)
     seed_everything(config.training.seed + accelerator.process_index)  # every process its own dropout
@@ -247,7 +247,7 @@ def make_model(
     """
     heartbeat.beat(plan.memory.weights)
     if plan.distribution.value == "fsdp2":
-        from halftune.model import lazy_weights  # few runs share weights
+        from halftune.model.load import lazy_weights  # few runs share weights
 
         why = needs_whole_weights(config) or lazy_weights.why_not()
         if not why:
@@ -304,7 +304,7 @@ def feed_of(
     feed = make_feed(config, plan, accelerator, data, model, tokenizer)
     if feed.images is None or plan.features is None or not plan.features.value:
         return feed
-    from halftune.train.features import with_features  # few runs have images
+    from halftune.train.batches.features import with_features  # few runs have images
 
     return with_features(feed, model, plan, data, accelerator)
 
@@ -329,7 +329,7 @@ def make_feed(
     if data.stream is None:
         feed = Feed(*given, images=media_inputs(config, tokenizer))
     else:
-        from halftune.train.stream_feed import StreamFeed  # few runs stream
+        from halftune.train.batches.stream_feed import StreamFeed  # few runs stream
 
         check = partial(check_split, model, tokenizer, key="data.train")
         feed = StreamFeed(*given, stream=data.stream, check=check)

@@ -18,10 +18,10 @@ if TYPE_CHECKING:  # the files of a run are read, and its report is written, wit
 
     from halftune.data.pipeline import PreparedData
     from halftune.methods import Method, Reference
-    from halftune.train.feed import Feed
+    from halftune.train.batches.feed import Feed
+    from halftune.train.checkpoint.run_inputs import InputChanges
     from halftune.train.parallel.strategy import Strategy
     from halftune.train.rollouts import Rollouts
-    from halftune.train.run_inputs import InputChanges
 
 
 @dataclass(kw_only=True)
@@ -34,7 +34,7 @@ class TrainState:
         folder: the run folder.
         resume_from: the checkpoint that the run resumes from, or None.
         changes: what differs from that checkpoint.
-        inputs: identities of base model, tokenizer, chat template and data (``train.run_inputs``).
+        inputs: identities of base model, tokenizer, chat template and data (``train.checkpoint.run_inputs``).
         accelerator: the processes; its own mixed precision is off.
         strategy: how processes share the model.
         device: where this process trains.
@@ -50,7 +50,7 @@ class TrainState:
         reference, eval_reference: the model before training, as log-probabilities that were computed then for training
             and evaluation data; None where the adapter is switched off instead, or none is needed.
         rollouts: answers prompts, for methods that learn from the model's own answers.
-        position: what a step number means in this data (``train.resume.position``).
+        position: what a step number means in this data (``train.checkpoint.resume.position``).
         micro_batch: planned rows of a forward pass; ``feed`` may have come to fewer.
         total_steps: optimizer steps of the whole run.
         steps_per_epoch: optimizer steps of the first epoch.

@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerBase
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
 from halftune.data.batch import Batch
-from halftune.model.head import HeadRows
-from halftune.model.load import load_model
-from halftune.model.policy import PolicyModel
-from halftune.model.tokenizer import load_tokenizer
+from halftune.model.load.load import load_model
+from halftune.model.policy.head import HeadRows
+from halftune.model.policy.policy import PolicyModel
+from halftune.model.tokenizer.tokenizer import load_tokenizer
 from halftune.plan import Plan
 from halftune.precision.dtypes import autocast
 

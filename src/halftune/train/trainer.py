@@ -13,47 +13,47 @@ from typing import TYPE_CHECKING
 from accelerate.utils import gather_object
 
 from halftune.config.load import LoadedConfig
-from halftune.core import heartbeat
 from halftune.core.atomic import write_error_remedy
 from halftune.core.errors import HalftuneError, TrainingError
 from halftune.core.log import FILE_ONLY, get_logger, log_to
-from halftune.core.process import this_process
-from halftune.model.result import BASE, FINAL, FINISHED, finished_at, write_finished
-from halftune.model.save import Named, save_final
+from halftune.core.processes import heartbeat
+from halftune.core.processes.process import this_process
+from halftune.model.files.result import BASE, FINAL, FINISHED, finished_at, write_finished
+from halftune.model.result.save import Named, save_final
 from halftune.optim import show_average
 from halftune.plan import Plan
+from halftune.train.callback import Callback, CallbackList, Phase, StepMetrics
 from halftune.train.callbacks import build as build_callbacks
-from halftune.train.callbacks.base import Callback, CallbackList, Phase, StepMetrics
-from halftune.train.callbacks.nonfinite import check_weights
 from halftune.train.callbacks.status import before_training
-from halftune.train.checkpoint import checkpoint_errors, load_checkpoint, load_weights, save_checkpoint
-from halftune.train.checkpoint_list import PREFIX, find_damage, rotate
-from halftune.train.folder import RESOLVED, check_exists, completed_message, open_folder, write_intent
-from halftune.train.interrupt import Interrupted, Interrupts, format_signal
-from halftune.train.lock import locked
-from halftune.train.numeric_environment import (
-    numeric_environment,
-    random_state,
-    restore_random_state,
-    warn_other_environment,
-)
-from halftune.train.processes import barrier, sum_over_processes
-from halftune.train.resume import (
+from halftune.train.checkpoint.checkpoint import checkpoint_errors, load_checkpoint, load_weights, save_checkpoint
+from halftune.train.checkpoint.resume import (
     move_later_checkpoints,
     restore_place,
     warn_changed_steps,
     warn_lost_metrics,
     with_micro_batch,
 )
-from halftune.train.run_inputs import BaseFiles, warn_other_inputs
+from halftune.train.checkpoint.run_inputs import BaseFiles, warn_other_inputs
+from halftune.train.loop.nonfinite import check_weights
+from halftune.train.loop.step import evaluate
+from halftune.train.loop.stepper import Stepper
+from halftune.train.numeric_environment import (
+    numeric_environment,
+    random_state,
+    restore_random_state,
+    warn_other_environment,
+)
+from halftune.train.parallel.processes import barrier, sum_over_processes
+from halftune.train.run_folder.checkpoints import PREFIX, find_damage, rotate
+from halftune.train.run_folder.folder import RESOLVED, check_exists, completed_message, open_folder, write_intent
+from halftune.train.run_folder.lock import locked
 from halftune.train.schedule import ends_part, steps_between
 from halftune.train.setup import build
+from halftune.train.signals.interrupt import Interrupted, Interrupts, format_signal
 from halftune.train.state import TrainState
-from halftune.train.step import evaluate
-from halftune.train.stepper import Stepper
 
 if TYPE_CHECKING:
-    from halftune.train.stop_listener import StopListener
+    from halftune.train.signals.stop_listener import StopListener
 
 log = get_logger(__name__)
 
@@ -104,7 +104,7 @@ def _with_failed_rank(error: BaseException) -> BaseException:
 
 
 def _stop_listener(loaded: LoadedConfig) -> StopListener:
-    from halftune.train.stop_listener import StopListener  # for several processes
+    from halftune.train.signals.stop_listener import StopListener  # for several processes
 
     return StopListener(Path(loaded.run.training.output_dir), loaded.run.distributed.stop_seconds)
 

@@ -78,7 +78,7 @@ def an_adapter() -> None:
 
 def real(**settings: object) -> None:
     """A real small checkpoint with a tokenizer whose settings are changed; None removes one."""
-    from halftune.model.builtin import materialize
+    from halftune.model.files.builtin import materialize
 
     shutil.copytree(materialize("qwen2-tiny"), "model", ignore=shutil.ignore_patterns("manifest.json"))
     path = Path("model/tokenizer_config.json")

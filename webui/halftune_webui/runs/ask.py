@@ -13,7 +13,7 @@ from typing import Any
 
 from halftune.core.atomic import write_text
 from halftune.core.errors import HalftuneError, Problems
-from halftune_webui.recipe import LABEL
+from halftune_webui.recipes.recipe import LABEL
 from halftune_webui.runs.detached import environment
 from halftune_webui.runs.log_tail import cause_in
 from halftune_webui.runs.waiting import OWN_FOLDER

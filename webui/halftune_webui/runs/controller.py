@@ -16,23 +16,23 @@ from markupsafe import Markup
 from halftune.core.errors import HalftuneError
 from halftune.core.files import read_text
 from halftune.train.report.series import script_source
-from halftune_webui.before_start import obstacles
 from halftune_webui.html import render
 from halftune_webui.labels import Words
-from halftune_webui.recipe import examine
+from halftune_webui.recipes.recipe import examine
+from halftune_webui.recipes.yaml_edit import set_value
 from halftune_webui.runs import launch, queue
-from halftune_webui.runs.details import details, differences
-from halftune_webui.runs.gpus import Gpus, gpu_view
+from halftune_webui.runs.before_start import obstacles
 from halftune_webui.runs.listing import Listing
 from halftune_webui.runs.log_tail import log_tail
-from halftune_webui.runs.marks import Marks
-from halftune_webui.runs.metrics import Metrics
-from halftune_webui.runs.show import REPORT, Mark, name_of, run_card, run_list
 from halftune_webui.runs.state import LIVE, RunState
 from halftune_webui.runs.stored import recipe_of
+from halftune_webui.runs.view.details import details, differences
+from halftune_webui.runs.view.gpus import Gpus, gpu_view
+from halftune_webui.runs.view.marks import Marks
+from halftune_webui.runs.view.metrics import Metrics
+from halftune_webui.runs.view.show import REPORT, Mark, name_of, run_card, run_list
 from halftune_webui.runs.waiting import waiting
 from halftune_webui.settings import Settings
-from halftune_webui.yaml_edit import set_value
 
 AREAS = ("list", "cards", "curves", "gpus")
 MOST = 6  # runs whose cards and curves are shown at once, as many as there are colours

@@ -13,10 +13,10 @@ from halftune.config.load import LoadedConfig, load_config
 from halftune.core.atomic import remove_folder, write_text
 from halftune.core.errors import ConfigError, HalftuneError, TrainingError
 from halftune.core.files import open_file
-from halftune.core.process import send
+from halftune.core.processes.process import send
 from halftune.core.status import NAME, read_status
-from halftune.train.folder import holds_results
-from halftune.train.lock import locked
+from halftune.train.run_folder.folder import holds_results
+from halftune.train.run_folder.lock import locked
 from halftune_webui.paths import inside
 from halftune_webui.runs import queue
 from halftune_webui.runs.detached import launch

@@ -12,7 +12,7 @@ from typing import Any
 
 from halftune.core.atomic import write_text
 from halftune.core.files import read_json
-from halftune.core.process import identity
+from halftune.core.processes.process import identity
 from halftune.core.status import STARTED
 
 CONFIG, CONSOLE = "config.yaml", "console.log"
@@ -21,7 +21,7 @@ _JOB, _PROCESS, _EXIT, _STOP = "job.json", "process.json", "exit.json", "stop.js
 
 @dataclass(frozen=True)
 class Process:
-    """A process by number and :func:`halftune.core.process.identity`, and the machine that it runs on."""
+    """A process by number and :func:`halftune.core.processes.process.identity`, and the machine that it runs on."""
 
     pid: int
     process: str

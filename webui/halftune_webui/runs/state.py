@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from halftune.config.reading.yaml_source import parse, read_text
-from halftune.config.shape import child
+from halftune.config.tree import child
 from halftune.core.errors import ConfigError
 from halftune.core.files import read_json
-from halftune.core.process import identity
+from halftune.core.processes.process import identity
 from halftune.core.status import NAME, Status, read_status
 from halftune_webui.runs.log_tail import last_metrics, root_cause
 from halftune_webui.runs.started import CONFIG, Started, folder_of, read_started

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from halftune.config.reading.yaml_source import parse, read_text
 from halftune.config.sections.training import GenerationSection
-from halftune.config.shape import child
+from halftune.config.tree import child
 from halftune.core.errors import ConfigError
 from halftune_webui.paths import check_links, is_below
-from halftune_webui.recipe import outside
+from halftune_webui.recipes.recipe import outside
 from halftune_webui.runs.started import CONFIG, folder_of, read_started
 from halftune_webui.runs.state import RESOLVED
 from halftune_webui.settings import Settings

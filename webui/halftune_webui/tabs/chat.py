@@ -19,9 +19,9 @@ from halftune_webui.calls import event_values, refused
 from halftune_webui.context import Context
 from halftune_webui.runs import launch
 from halftune_webui.runs.chat import Chat
-from halftune_webui.runs.show import name_of
 from halftune_webui.runs.state import is_live
 from halftune_webui.runs.stored import check_model, generation_of
+from halftune_webui.runs.view.show import name_of
 from halftune_webui.tabs.choose import chooser
 from halftune_webui.tabs.live import script
 

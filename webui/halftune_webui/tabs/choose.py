@@ -11,8 +11,8 @@ from gradio.context import Context as Blocks
 from halftune_webui.context import Context, kept
 from halftune_webui.labels import Words
 from halftune_webui.runs.export import finished
-from halftune_webui.runs.show import name_of
 from halftune_webui.runs.state import RunState
+from halftune_webui.runs.view.show import name_of
 from halftune_webui.runs.waiting import waiting
 from halftune_webui.settings import Settings
 

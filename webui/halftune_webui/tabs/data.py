@@ -11,20 +11,21 @@ from typing import Any
 import gradio as gr
 from gradio.context import Context as Blocks
 
-from halftune.config.shape import child
+from halftune.config.tree import child
 from halftune.core.errors import ConfigError, HalftuneError, Problems
 from halftune_webui.calls import event_values
 from halftune_webui.context import Context, kept
 from halftune_webui.html import render, small_codes
 from halftune_webui.labels import Words
-from halftune_webui.recipe import examine, paths_of
+from halftune_webui.recipes.recipe import examine, paths_of
+from halftune_webui.recipes.yaml_edit import read
 from halftune_webui.runs.ask import Asks, Stopped, recipe_file
-from halftune_webui.runs.samples import data_view
+from halftune_webui.runs.view.samples import data_view
 from halftune_webui.tabs.live import live
-from halftune_webui.yaml_edit import read
 
 _FETCHED = 100  # samples of one look, whose pages can be turned without another one
 _REMEMBERED = 8  # reports
+_MENDED_BY_COLUMNS = ("data.unknown_format", "data.bad_columns", "data.preference_pairs")
 _QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
 
 
@@ -169,7 +170,8 @@ def answered(
     except Stopped:
         return f'<p class="help">{escape(words("data.stopped"))}</p>'
     except HalftuneError as error:
-        where = f'<p class="help">{escape(words("data.mend_columns"))}</p>' if "columns:" in str(error) else ""
+        mapped = any(problem.code in _MENDED_BY_COLUMNS for problem in error.problems)
+        where = f'<p class="help">{escape(words("data.mend_columns"))}</p>' if mapped else ""
         return failed("\n".join(map(words.problem, error.problems))) + where
 
 

@@ -14,8 +14,8 @@ from halftune.hardware.probe import probe
 from halftune_webui.context import Context
 from halftune_webui.html import render
 from halftune_webui.labels import Words
-from halftune_webui.machine_panel import OPTIONAL, free_of, machine_view
-from halftune_webui.planning import HERE
+from halftune_webui.plans.machine_panel import OPTIONAL, free_of, machine_view
+from halftune_webui.plans.planning import HERE
 from halftune_webui.runs.ask import Asks
 from halftune_webui.tabs.data import answered, waiting
 from halftune_webui.tabs.live import live

@@ -16,8 +16,8 @@ from halftune_webui.html import render
 from halftune_webui.labels import Words
 from halftune_webui.runs import export, launch
 from halftune_webui.runs.log_tail import log_tail
-from halftune_webui.runs.show import run_card
 from halftune_webui.runs.state import RunState
+from halftune_webui.runs.view.show import run_card
 from halftune_webui.settings import Settings
 from halftune_webui.tabs.choose import chooser
 from halftune_webui.tabs.data import failed

@@ -14,20 +14,20 @@ from halftune.config.recipes import described, recipes
 from halftune.core.errors import HalftuneError
 from halftune.plan.explain import size
 from halftune_webui import hub
-from halftune_webui.before_start import obstacles
 from halftune_webui.calls import event_values
 from halftune_webui.context import Context
-from halftune_webui.dependencies import needless
-from halftune_webui.edits import edited
-from halftune_webui.form import as_json, form
 from halftune_webui.hints import hints
 from halftune_webui.html import render
 from halftune_webui.labels import Words
-from halftune_webui.plan_panel import plan_panel
-from halftune_webui.planning import HERE, Outlook, machines, outlook
-from halftune_webui.recipe import Examined, examine, shipped
-from halftune_webui.runs.details import command_line
-from halftune_webui.state import form_state
+from halftune_webui.plans.plan_panel import plan_panel
+from halftune_webui.plans.planning import HERE, Outlook, machines, outlook
+from halftune_webui.recipes.dependencies import needless
+from halftune_webui.recipes.edits import edited
+from halftune_webui.recipes.form import as_json, form
+from halftune_webui.recipes.recipe import Examined, examine, shipped
+from halftune_webui.recipes.state import form_state
+from halftune_webui.runs.before_start import obstacles
+from halftune_webui.runs.view.details import command_line
 from halftune_webui.tabs.data import failed
 from halftune_webui.tabs.live import live, script
 

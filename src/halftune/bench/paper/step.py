@@ -21,17 +21,17 @@ from halftune.data.batch import LABEL_POSITIONS, Batch, collate
 from halftune.data.store import NO_LABEL, Example, Segment
 from halftune.hardware import Device
 from halftune.methods import make_method
-from halftune.model.load import recompute_activations
-from halftune.model.patch import registered_attention
-from halftune.model.without_weights import build, prepare, read_config
+from halftune.model.attention.register import registered_attention
+from halftune.model.load.load import recompute_activations
+from halftune.model.meta.model import build, prepare, read_config
 from halftune.optim import make_optimizer
 from halftune.plan import Plan
+from halftune.train.checkpoint.run_inputs import UNCHANGED
+from halftune.train.loop.step import finish_step, start_step
+from halftune.train.loop.stepper import runs_late
 from halftune.train.parallel.strategy import Strategy
-from halftune.train.run_inputs import UNCHANGED
 from halftune.train.schedule import make_schedule
 from halftune.train.state import TrainState
-from halftune.train.step import finish_step, start_step
-from halftune.train.stepper import runs_late
 
 _STEPS = 100  # of the schedule
 
@@ -118,7 +118,7 @@ def _ranks(config: RunConfig) -> frozenset[int]:
 def _model(config: RunConfig, plan: Plan, attention: str, mode: Any) -> Any:
     built = build(read_config(config.model), config.model, plan, attention)
     if plan.attention.linear.value != "none":
-        from halftune.model.patch_linear import route_linear_layers  # imports the operators
+        from halftune.model.attention.linear import route_linear_layers  # imports the operators
 
         route_linear_layers(built, plan)
     if plan.batch.gradient_checkpointing.value:

@@ -1,1 +1,6 @@
-"""What can be known of a model from its files without reading a weight."""
+"""What is known of a model from its files, without reading a weight.
+
+In: a folder or a hub id: config.json, headers of the weights, tokenizer files.
+Out: `ModelFacts`, frozen data from which plans are made.
+Imported by: `plan`, `data`, `model`, `doctor`, `cli`.
+"""

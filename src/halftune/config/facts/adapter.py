@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from halftune.config.facts.folder import read_json
-from halftune.config.reading.yaml_source import Tree, parse, read_text
-from halftune.config.rules.rule import HUB_ID, looks_local
-from halftune.config.shape import child
-from halftune.core.errors import ConfigError, ModelError
+from halftune.config.reading.dependencies import trained_by_dependency
+from halftune.config.reading.names import HUB_ID, looks_local
+from halftune.config.tree import Tree, child
+from halftune.core.errors import ModelError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 AT = ("adapter", "name_or_path")
@@ -39,14 +38,6 @@ _TASKS = ("CAUSAL_LM", "SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS", "
 _MUTATES = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that change the base model
 
 
-class Conflict(NamedTuple):
-    """A key of the recipe that differs from the adapter's config, with both values."""
-
-    key: str
-    asked: Any
-    stored: Any
-
-
 def adopt(tree: Tree, *, download: bool) -> None:
     """Complete the recipe's ``adapter`` section by the config of the adapter in ``adapter.name_or_path``.
 
@@ -57,28 +48,28 @@ def adopt(tree: Tree, *, download: bool) -> None:
         tree: the recipe.
         download: whether to ask the hub.
     """
-    section = tree.values["adapter"]
+    section = tree.values.get("adapter")
+    name = section.get("name_or_path") if isinstance(section, dict) else None
+    if not isinstance(name, str):
+        return
     try:
-        if (settings := _of_dependency(tree, section["name_or_path"])) is not None:
-            _complete(tree, settings)
-            return
-        file = config_of(section["name_or_path"], download=download)
-        if file is None:
-            return
-        settings = settings_of(read_json(file), where=str(file))
+        settings = _settings(tree, name, download=download)
     except ModelError as error:
         tree.problems.append(tree.problem(AT, error.what, error.remedy, code=error.code))
         return
-    _complete(tree, settings)
-
-
-def _complete(tree: Tree, settings: dict[str, Any]) -> None:
-    section = tree.values["adapter"]
     for key, asked, stored in differences(section, settings):
         what = f"is {asked!r}, but the adapter in adapter.name_or_path has {stored!r}"
         remedy = "remove it: the adapter's config decides"
         tree.problems.append(tree.problem(("adapter", key), what, remedy, code="config.keys_conflict"))
     tree.values["adapter"] = {**settings, **section}
+
+
+def _settings(tree: Tree, name: str, *, download: bool) -> dict[str, Any]:
+    """The keys that the adapter's config decides, or the recipe that trains it; none if it is not here."""
+    if (trained := trained_by_dependency(tree, name)) is not None:
+        return {key: value for key in KEYS if (value := child(trained, "adapter", key)) is not None}
+    file = config_of(name, download=download)
+    return {} if file is None else settings_of(read_json(file), where=str(file))
 
 
 def config_of(name: str, *, download: bool) -> Path | None:
@@ -156,8 +147,11 @@ def _refused_by_peft(raw: dict[str, Any]) -> Iterator[str]:
         yield "target_parameters"
 
 
-def differences(section: dict[str, Any], settings: dict[str, Any]) -> Iterator[Conflict]:
-    """Keys that the recipe sets to another value; ``all-linear`` is compared when weights are loaded."""
+def differences(section: dict[str, Any], settings: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each key that the recipe sets to another value, its value there and in the adapter's config.
+
+    ``all-linear`` is compared when weights are loaded.
+    """
     for key, stored in settings.items():
         asked = section.get(key, stored)
         if isinstance(stored, list) and isinstance(asked, list | tuple):
@@ -165,18 +159,4 @@ def differences(section: dict[str, Any], settings: dict[str, Any]) -> Iterator[C
         if isinstance(stored, list) and isinstance(asked, str):
             asked = "all-linear" if asked == "all-linear" else [asked] if key == "modules_to_save" else asked
         if asked not in (stored, "all-linear"):
-            yield Conflict(key, asked, stored)
-
-
-def _of_dependency(tree: Tree, name: str) -> dict[str, Any] | None:
-    """The settings in the recipe of a dependency that trains the adapter; None if there is no such recipe."""
-    for recipe in child(tree.values, "depends_on") or ():
-        try:
-            values = parse(read_text(Path(recipe)), recipe).values
-        except ConfigError:  # reported with the other problems of depends_on
-            continue
-        output = child(child(values, "training"), "output_dir")
-        if isinstance(output, str) and Path(name).absolute().is_relative_to(os.path.abspath(output)):
-            section = child(values, "adapter")
-            return {key: value for key in KEYS if (value := child(section, key)) is not None}
-    return None
+            yield key, asked, stored

@@ -81,7 +81,7 @@ def _named(tensors: Sequence[Tensor]) -> Iterator[tuple[str, tuple[int, ...]]]:
 log = get_logger(__name__)
 
 TensorKind = Literal["linear", "conv1d", "router", "head", "embedding", "parameter"]
-BUILDER = "halftune.model.meta_shapes"
+BUILDER = "halftune.model.meta.shapes"
 TIME_LIMIT = 300.0  # seconds; importing torch the first time takes a minute on a slow disk
 FORMAT = 4  # version of cached answers
 # More than any model has; building layers takes time even on the meta device.

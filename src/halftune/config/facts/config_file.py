@@ -14,7 +14,7 @@ from urllib.request import Request, getproxies, urlopen
 from halftune.config.facts.published import published_config
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
-from halftune.core.time_limit import within
+from halftune.core.processes.time_limit import within
 
 _PATIENCE = 6.0  # timeout for the hub in seconds
 _DOWNLOAD = 60.0  # timeout for a small file in seconds

@@ -1,4 +1,4 @@
-"""Overrides on the command line (``training.learning_rate=1e-4``), short forms, and spellings of other tools."""
+"""Overrides on the command line (``training.learning_rate=1e-4``), and spellings of other tools."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from halftune.config.reading.yaml_source import Place, Tree, parse_value
-from halftune.config.sections import LISTED, TYPED
-from halftune.config.shape import ROOT, KeyPath, Shape, child, dotted, field_shape
-from halftune.core.errors import ConfigError, HalftuneError
+from halftune.config.reading.yaml_source import parse_value
+from halftune.config.shape import ROOT, Shape, written_out
+from halftune.config.tree import KeyPath, Place, Tree, dotted, key_path
+from halftune.core.errors import ConfigError
 
 FORMATS = {"bf16": "bf16", "fp16": "fp16", "pure_bf16": "bf16"}
 COMPUTE: KeyPath = ("precision", "compute")
@@ -64,9 +64,7 @@ def translate_spellings(tree: Tree) -> set[KeyPath]:
     if len(asked) > 1:
         first, second, *_ = reversed(asked.values())
         what = f"{_word(second)} conflicts with {first} ({first.place.origin})"
-        remedy = "keep one, or set precision: auto"
-        tree.problems.append(tree.problem(second.path, what, remedy, code="config.keys_conflict"))
-        return {COMPUTE}
+        return _conflict(tree, second, what, COMPUTE, "keep one, or set precision: auto")
     source = next(iter(asked.values()), found[0])
     return _write_compute(tree, precision, found, source) or _write_trainable(tree, precision, found)
 
@@ -106,8 +104,7 @@ def _write_compute(tree: Tree, precision: dict[str, Any], found: list[Spelling],
     agree = explicit == word if source.value else explicit not in (*refused, "auto")
     if "compute" in precision and not agree:
         what = f"{_word(source)} contradicts precision: {explicit} ({tree.place(COMPUTE).origin})"
-        tree.problems.append(tree.problem(source.path, what, "keep one of them", code="config.keys_conflict"))
-        return {COMPUTE}
+        return _conflict(tree, source, what, COMPUTE)
     if "compute" not in precision:
         _put(tree, precision, COMPUTE, word, source)
     return set()
@@ -120,10 +117,16 @@ def _write_trainable(tree: Tree, precision: dict[str, Any], found: list[Spelling
         return set()
     if precision.get("trainable", "bf16") not in ("bf16", "auto"):
         what = f"{_word(pure)} contradicts precision.trainable: {precision['trainable']}"
-        tree.problems.append(tree.problem(pure.path, what, "keep one of them", code="config.keys_conflict"))
-        return {TRAINABLE}
+        return _conflict(tree, pure, what, TRAINABLE)
     _put(tree, precision, TRAINABLE, "bf16", pure)
     return set()
+
+
+def _conflict(
+    tree: Tree, spelling: Spelling, what: str, broken: KeyPath, remedy: str = "keep one of them"
+) -> set[KeyPath]:
+    tree.problems.append(tree.problem(spelling.path, what, remedy, code="config.keys_conflict"))
+    return {broken}
 
 
 def _put(tree: Tree, precision: dict[str, Any], path: KeyPath, word: str, source: Spelling) -> None:
@@ -132,139 +135,73 @@ def _put(tree: Tree, precision: dict[str, Any], path: KeyPath, word: str, source
     tree.written[path] = source.path
 
 
-def expand(tree: Tree) -> None:
-    """Expand every short form of the tree in place; ``tree.written`` records the original paths."""
-    tree.values = _expand(tree, tree.values, ROOT, ())
-
-
-def _expand(tree: Tree, value: Any, shape: Shape, path: KeyPath) -> Any:
-    if LISTED in shape.metadata and isinstance(value, str | dict if shape.sections else str):
-        _move_down(tree, path)
-        value = [value]
-    if not shape.sections or (shape.many and not isinstance(value, list)):
-        return value
-    if shape.many:
-        one = Shape(shape.annotation, (), shape.sections, False, False)
-        return [_expand(tree, item, one, (*path, index)) for index, item in enumerate(value)]
-    value = _section(tree, value, shape, path)
-    section = shape.section(value)
-    if section is None or not isinstance(value, dict):
-        return value
-    fields = section.model_fields
-    return {
-        key: _expand(tree, inner, field_shape(fields[key]), (*path, key)) if key in fields else inner
-        for key, inner in value.items()
-    }
-
-
-def _section(tree: Tree, value: Any, shape: Shape, path: KeyPath) -> Any:
-    """Expand a single word to its section, and a union's section without a type to the default type."""
-    typed = TYPED in shape.metadata
-    if typed and isinstance(value, dict) and "type" not in value:
-        return _with_type(value, shape)
-    if typed and isinstance(value, str):
-        word = "type"
-    else:
-        word = next(iter(shape.sections.values())).word if len(shape.sections) == 1 else None
-    if word is None or not isinstance(value, str | bool | int | float):
-        return value
-    tree.written[(*path, word)] = path
-    return {word: value}
-
-
-def _with_type(value: dict[str, Any], shape: Shape) -> dict[str, Any]:
-    """A section with the type that is the default, if one is."""
-    for name, section in shape.sections.items():
-        if not section.model_fields["type"].is_required():
-            return {"type": name, **value}
-    return value
-
-
-def _move_down(tree: Tree, path: KeyPath) -> None:
-    """Move the places below ``path`` to entry 0 of a list."""
-    below = {known: place for known, place in tree.places.items() if known[: len(path)] == path and known != path}
-    for known in below:
-        del tree.places[known]
-    for known, place in below.items():
-        tree.places[(*path, 0, *known[len(path) :])] = place
-    tree.written[(*path, 0)] = path
-
-
 COMMAND_LINE = "command line"
 KEY = re.compile(r"[A-Za-z_][\w-]*(\[\d+\]|\.\d+|\.[A-Za-z_][\w-]*)*")
-PART = re.compile(r"\[?(\d+)\]?|([A-Za-z_][\w-]*)")
 
 
 def apply_overrides(tree: Tree, arguments: Sequence[str]) -> None:
     """Apply ``key=value`` arguments to the tree; errors are added to ``tree.problems``."""
     seen: dict[KeyPath, str] = {}
     for argument in arguments:
-        key, equals, text = argument.partition("=")
-        where = f"argument {argument}"
-        if not equals or not KEY.fullmatch(key.strip()):
-            tree.problems.append(_no_assignment(argument))
-            continue
-        path = _path(key.strip())
-        if path in seen:
-            what = f"{dotted(path)}: duplicate override, also {seen[path]}"
-            tree.problems.append(
-                HalftuneError(what, where=where, remedy="keep one of them", code="config.duplicate_key")
-            )
-            continue
-        seen[path] = argument
         try:
-            _set(tree, _through_lists(tree.values, path), text, Place(COMMAND_LINE, where))
-            expand(tree)  # the next argument may change a key of an expanded short form
+            path, text = _assignment(argument)
+            place = Place(COMMAND_LINE, f"argument {argument}")
+            if path in seen:
+                what = f"{dotted(path)}: duplicate override, also {seen[path]}"
+                raise ConfigError(what, where=place.where, remedy="keep one of them", code="config.duplicate_key")
+            seen[path] = argument
+            _set(tree, path, text, place)
         except ConfigError as error:
             tree.problems += error.problems
 
 
-def _no_assignment(argument: str) -> HalftuneError:
+def _assignment(argument: str) -> tuple[KeyPath, str]:
+    """The key and the text of its value.
+
+    Raises:
+        ConfigError: the argument is not ``key=value``.
+    """
+    key, equals, text = argument.partition("=")
     where = f"argument {argument}"
+    if equals and KEY.fullmatch(key.strip()):
+        return key_path(key.strip()), text
     if argument.endswith((".yaml", ".yml")):
         what = "a recipe must be given with --config"
-        return HalftuneError(what, where=where, remedy=f"use --config {argument}", code="cli.no_recipe")
+        raise ConfigError(what, where=where, remedy=f"use --config {argument}", code="cli.no_recipe")
     if argument.startswith("-"):
-        return HalftuneError(
-            "unknown option", where=where, remedy="use section.key=value to change a value", code="cli.unknown_option"
-        )
+        remedy = "use section.key=value to change a value"
+        raise ConfigError("unknown option", where=where, remedy=remedy, code="cli.unknown_option")
     remedy = "use for example training.learning_rate=1e-4 (no spaces around =)"
-    return HalftuneError("expected section.key=value", where=where, remedy=remedy, code="config.bad_override")
+    raise ConfigError("expected section.key=value", where=where, remedy=remedy, code="config.bad_override")
 
 
-def _path(key: str) -> KeyPath:
-    return tuple(int(number) if number else name for number, name in PART.findall(key))
-
-
-def _through_lists(values: Any, path: KeyPath) -> KeyPath:
-    """Insert index 0 for lists with one entry: ``data.train.samples`` is ``data.train[0].samples``."""
-    whole: list[str | int] = []
-    for part in path:
-        if isinstance(values, list) and len(values) == 1 and isinstance(part, str):
-            whole.append(0)
-            values = values[0]
-        whole.append(part)
-        values = child(values, part)
-    return tuple(whole)
-
-
-def _set(tree: Tree, path: KeyPath, text: str, place: Place) -> None:
-    """Set a value; missing sections on the path are created.
+def _set(tree: Tree, given: KeyPath, text: str, place: Place) -> None:
+    """Set a value. Short forms on the way are written out, and missing sections made; a list with one entry needs no
+    index: ``data.train.samples`` is ``data.train[0].samples``.
 
     Raises:
         ConfigError: the value is not valid YAML, or a value on the path is neither a section nor a list.
     """
     holder: Any = tree.values
-    for depth, part in enumerate(path[:-1]):
-        inner = _entry(holder, part, path[:depth], place)
+    shape: Shape | None = ROOT
+    path: KeyPath = ()
+    rest = list(given)
+    while True:
+        part = rest.pop(0)
+        inner = _entry(holder, part, path, place)
+        shape, path = shape and shape.below(part, holder), (*path, part)
+        if not rest:
+            tree.put(path, parse_value(text, path, place))
+            return
         if inner is None:
-            inner = holder[part] = {}
-            tree.places.setdefault(path[: depth + 1], place)
+            inner = {}
+            tree.places.setdefault(path, place)
+        elif shape is not None:
+            inner = written_out(tree, inner, shape, path)
+        holder[part] = inner
+        if isinstance(inner, list) and len(inner) == 1 and isinstance(rest[0], str):
+            rest.insert(0, 0)
         holder = inner
-    last = path[-1]
-    if isinstance(last, int) or not isinstance(holder, dict):
-        _entry(holder, last, path[:-1], place)  # raises if there is no such entry
-    holder[last] = parse_value(text, tree, path, place)
 
 
 def _entry(holder: Any, part: str | int, path: KeyPath, place: Place) -> Any:

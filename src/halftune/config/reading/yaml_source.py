@@ -10,7 +10,6 @@ import errno
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from yaml.reader import ReaderError
 
 from halftune.config.recipes import recipes
-from halftune.config.shape import KeyPath, dotted
+from halftune.config.tree import KeyPath, Place, Tree, dotted
 from halftune.core.errors import ConfigError, HalftuneError
 from halftune.core.files import read_limited
 
@@ -114,65 +113,6 @@ _DEEP = re.compile(rf"(?:[\[{{]\s*){{{MAX_DEPTH + 1}}}")
 TAG = "tag:yaml.org,2002:"
 
 
-class Place(NamedTuple):
-    """The place of a value: ``origin`` for reports, ``where`` for errors."""
-
-    origin: str
-    where: str
-
-
-class KeyProblem(HalftuneError):
-    """An error in the value at ``key``, a path of the schema."""
-
-    def __init__(self, key: KeyPath, what: str, *, code: str, where: str, remedy: str) -> None:
-        super().__init__(what, code=code, where=where, remedy=remedy)
-        self.key = key
-
-
-@dataclass
-class Tree:
-    """Plain values with the place of each key and list entry.
-
-    Attributes:
-        label: the file name as given by the user.
-        values: dicts, lists, text, numbers, booleans and None.
-        places: path → place of the key or entry.
-        problems: errors found while reading, which does not stop.
-        written: path → the user's shorter path (``precision.compute`` → ``precision``).
-    """
-
-    label: str
-    values: Any = None
-    places: dict[KeyPath, Place] = field(default_factory=dict)
-    problems: list[HalftuneError] = field(default_factory=list)
-    written: dict[KeyPath, KeyPath] = field(default_factory=dict)
-
-    def place(self, path: KeyPath) -> Place:
-        """Return the place of a path or of its nearest parent."""
-        for end in range(len(path), 0, -1):
-            if path[:end] in self.places:
-                return self.places[path[:end]]
-        return Place(f"{self.label}:1", f"{self.label}:1")
-
-    def shown(self, path: KeyPath) -> str:
-        """Return the dotted key as the user wrote it."""
-        for end in range(len(path), 0, -1):
-            if path[:end] in self.written:
-                return self.shown((*self.written[path[:end]], *path[end:]))
-        return dotted(path)
-
-    def forget(self, path: KeyPath) -> None:
-        """Remove the places and original paths at and below a path."""
-        for known in [known for known in self.places if known[: len(path)] == path]:
-            del self.places[known]
-        for known in [known for known in self.written if known[: len(path)] == path and known != path]:
-            del self.written[known]
-
-    def problem(self, path: KeyPath, what: str, remedy: str = "", *, code: str) -> KeyProblem:
-        """Return an error about the value at a path."""
-        return KeyProblem(path, f"{self.shown(path)}: {what}", where=self.place(path).where, remedy=remedy, code=code)
-
-
 def read_text(path: FilePath, *, root: FilePath | None = None) -> str:
     """Read a recipe's text.
 
@@ -252,8 +192,8 @@ def parse(text: str, label: str) -> Tree:
     return tree
 
 
-def parse_value(text: str, tree: Tree, path: KeyPath, place: Place) -> Any:
-    """Parse a value of the command line as YAML; its places replace those in ``tree``.
+def parse_value(text: str, path: KeyPath, place: Place) -> Tree:
+    """Parse a value for ``path`` of the command line as YAML.
 
     Raises:
         ConfigError: it is not valid YAML.
@@ -264,9 +204,9 @@ def parse_value(text: str, tree: Tree, path: KeyPath, place: Place) -> Any:
         first = error.problems[0]
         what = f"{dotted(path)}: {first.what}"
         raise ConfigError(what, where=place.where, remedy=first.remedy, code=first.code) from None
-    tree.forget(path)
-    tree.places[path] = place
-    return None if node is None else _Reader(tree, lambda _: place).read(node, path)
+    tree = Tree(place.where, places={path: place})
+    tree.values = None if node is None else _Reader(tree, lambda _: place).read(node, path)
+    return tree
 
 
 def _compose(text: str, label: str) -> Node | None:

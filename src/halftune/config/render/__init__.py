@@ -8,9 +8,9 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from halftune.config.load import DEFAULT, LoadedConfig
+from halftune.config.load import LoadedConfig
 from halftune.config.reading.yaml_source import scalar
-from halftune.config.shape import KeyPath, dotted
+from halftune.config.tree import DEFAULT, KeyPath, dotted
 
 COLUMN = 60
 

@@ -11,12 +11,13 @@ from pathlib import Path as FilePath
 
 from halftune.config.builtin_models import BUILTIN_MODELS
 from halftune.config.facts.config_file import config_in
-from halftune.config.rules.rule import HUB_ID, Context, Violation, looks_local, rule
+from halftune.config.reading.names import HUB_ID, looks_local
+from halftune.config.rules.rule import Context, Violation, rule
 from halftune.config.run import RunConfig
 from halftune.config.sections.data import BUILTIN_DATA, SourceSection
 from halftune.config.sections.method import GrpoMethod
 from halftune.config.sections.rewards import REWARDS, RewardFunctionSection
-from halftune.config.shape import KeyPath
+from halftune.config.tree import KeyPath
 from halftune.core.errors import ModelError
 from halftune.core.files import SMALL_JSON, read_limited
 from halftune.core.optional import extra_line, version_of

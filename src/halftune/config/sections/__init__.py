@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
@@ -21,7 +22,12 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _expand_word(cls, value: Any) -> Any:
-        return {cls.word: value} if cls.word and isinstance(value, str | bool | int | float) else value
+        return worded(value, cls)
+
+
+def worded(value: Any, section: type[Section]) -> Any:
+    """Return the section that a single value is short for; anything else unchanged."""
+    return {section.word: value} if section.word and isinstance(value, str | bool | int | float) else value
 
 
 def _no_bool(value: Any) -> Any:
@@ -30,11 +36,13 @@ def _no_bool(value: Any) -> Any:
     return value
 
 
-def _listed(value: Any) -> Any:
+def listed(value: Any) -> Any:
+    """Return the list that a single item is short for; anything else unchanged."""
     return [value] if isinstance(value, str | dict) else value
 
 
-def _typed(value: Any) -> Any:
+def typed(value: Any) -> Any:
+    """Return the section that its tag is short for; anything else unchanged."""
     return {"type": value} if isinstance(value, str) else value
 
 
@@ -47,8 +55,21 @@ Int = Annotated[int, Strict(), BeforeValidator(_no_bool)]
 Number = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(_no_bool)]
 """A finite float; accepts ``1e-4``, which YAML 1.1 reads as a string."""
 
-LISTED = BeforeValidator(_listed)
+LISTED = BeforeValidator(listed)
 """Marks a list that accepts a single item: ``train: data.json`` is short for ``train: [data.json]``."""
 
-TYPED = BeforeValidator(_typed)
+TYPED = BeforeValidator(typed)
 """Marks a tagged union that accepts its tag: ``adapter: none`` is short for ``adapter: {type: none}``."""
+
+
+class PathMark(Enum):
+    """Marks a text that may be a path, and says where the loader searches it; ``~`` is expanded in all of them."""
+
+    INPUT = "the working directory, then the recipe's folder"
+    OUTPUT = "the working directory"
+    RECIPE = "the recipe's folder"
+
+
+InputPath = Annotated[str, PathMark.INPUT]
+OutputPath = Annotated[str, PathMark.OUTPUT]
+RecipePath = Annotated[str, PathMark.RECIPE]

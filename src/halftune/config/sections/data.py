@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from halftune.config.sections import LISTED, Flag, Int, Number, Section
+from halftune.config.sections import LISTED, Flag, InputPath, Int, Number, Section
 
 BUILTIN_DATA: dict[str, str] = {
     "stdlib-text": "plain text: docstrings and sources of this Python's standard library, a few megabytes",
@@ -32,7 +32,7 @@ class SourceSection(Section):
 
     word: ClassVar[str | None] = "path"
 
-    path: str
+    path: InputPath
     """A file (JSON, JSONL, CSV, Parquet, text), a folder of such files, a hub data set id, or `builtin:<name>`."""
 
     split: str = "train"
@@ -155,7 +155,7 @@ class DataSection(Section):
     audio_max_seconds: Annotated[Number, Field(gt=0)] | None = None
     """The longest sound; by default the model's own limit (`chunk_length` of its feature extractor)."""
 
-    media_folder: str | None = None
+    media_folder: InputPath | None = None
     """Folder where paths of images and audio begin, and which they may not leave; by default the folder of the data
     file."""
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from halftune.config.sections import LISTED, TYPED, Flag, Int, Number, Section
+from halftune.config.sections import LISTED, TYPED, Flag, InputPath, Int, Number, Section
 from halftune.config.weight_formats import OnLoad
 
 
@@ -39,7 +39,7 @@ class LoraAdapter(Section):
     type: Literal["lora"] = "lora"
     """LoRA."""
 
-    name_or_path: str | None = None
+    name_or_path: InputPath | None = None
     """Start from this adapter's weights: a folder such as `runs/mine/final`, or a hub id. Its config sets rank, alpha,
     target_modules, modules_to_save, use_rslora and use_dora."""
 
@@ -89,7 +89,7 @@ class LoraAdapter(Section):
 
 
 class PeftAdapter(Section):
-    """What the adapters of ``halftune.plan.adapter_types`` have in common."""
+    """What the adapters of ``halftune.plan.weights.adapter_types`` have in common."""
 
     target_modules: Literal["all-linear"] | str | tuple[str, ...] = "all-linear"
     """`all-linear` (every linear layer but the head), a list of module-name endings, or one regular expression."""
@@ -262,7 +262,7 @@ class TrainSection(Section):
 class ModelSection(Section):
     """The base model and its tokenizer."""
 
-    name_or_path: str
+    name_or_path: InputPath
     """A Hugging Face hub id, a local folder, or `builtin:<name>` (a small real architecture made locally, offline)."""
 
     revision: str | None = None
@@ -283,10 +283,10 @@ class ModelSection(Section):
     quantize_experts: Flag = False
     """With `quantization`: quantise fused experts too (3-D parameters, most weights of a mixture of experts)."""
 
-    tokenizer: str | None = None
+    tokenizer: InputPath | None = None
     """Hub id or folder of another tokenizer; the model's own by default."""
 
-    chat_template: str | None = None
+    chat_template: InputPath | None = None
     """Name of a chat template (`chatml`, `llama3` …: docs/reference/chat-templates.md), or path of a Jinja file. It
     replaces the tokenizer's own."""
 
@@ -305,7 +305,7 @@ class TeacherSection(Section):
 
     word: ClassVar[str | None] = "name_or_path"
 
-    name_or_path: str
+    name_or_path: InputPath
     """A Hugging Face hub id, a local folder, or `builtin:<name>`, with the vocabulary of the trained model."""
 
     revision: str | None = None

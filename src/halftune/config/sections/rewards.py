@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from halftune.config.sections import Flag, Int, Number, Section
+from halftune.config.sections import Flag, InputPath, Int, Number, Section
 
 REWARDS = ("exact_answer", "matches", "same_maths", "passes_tests", "overlong")
 """Reward functions that come with halftune."""
@@ -20,7 +20,7 @@ class RewardFunctionSection(Section):
     function: str
     """`exact_answer`, `matches`, `same_maths`, `passes_tests`, `overlong`, or the name of a function in `file`."""
 
-    file: str | None = None
+    file: InputPath | None = None
     """A Python file with the function, relative to the recipe. It runs with your rights."""
 
     pattern: str | None = None

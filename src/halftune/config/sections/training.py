@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from halftune.config.optimizers import PROJECTION_RANK, Optim, Schedule
-from halftune.config.sections import LISTED, Flag, Int, Number, Section
+from halftune.config.sections import LISTED, Flag, Int, Number, OutputPath, Section
 
 
 class GenerationSection(Section):
@@ -131,7 +131,7 @@ PerEpoch = Annotated[str, Field(pattern="^[1-9][0-9]{0,5}/epoch$"), "a rate such
 class TrainingSection(Section):
     """The training loop and its hyperparameters."""
 
-    output_dir: str
+    output_dir: OutputPath
     """The run folder: config, plan, checkpoints, metrics, report and the final adapter or model."""
 
     num_train_epochs: Annotated[Number, Field(gt=0, le=100_000)] = 3.0
@@ -292,7 +292,7 @@ class TrainingSection(Section):
     """Train even if the memory estimate says that the run does not fit; otherwise `plan` and `train` exit with code
     1."""
 
-    resume: str = "auto"
+    resume: OutputPath = "auto"
     """`auto`: resume from the newest valid checkpoint in `output_dir`; `never`; or the path of a checkpoint."""
 
     allow_changes: Annotated[

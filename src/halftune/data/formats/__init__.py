@@ -1,4 +1,9 @@
-"""Row formats, one file each, in detection order."""
+"""Row formats, one file each, in detection order.
+
+In: a row, its format and columns.
+Out: a record: conversation, preference, rating, prompt or text (`conversation`).
+Imported by: the later stages of `data`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ from typing import get_args
 
 from halftune.config.sections.data import FormatName
 from halftune.core import table
-from halftune.data.conversation import Format
+from halftune.data.formats.conversation import Format
 
 FORMATS: dict[str, str] = {name: f"halftune.data.formats.{name}:FORMAT" for name in get_args(FormatName)}
 

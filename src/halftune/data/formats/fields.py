@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from halftune.data.conversation import RowDropped, RowError
+from halftune.data.formats.conversation import RowDropped, RowError
 
 DEEPEST = 100  # levels of nesting; conversations have about ten
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")

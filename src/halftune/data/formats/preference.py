@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from itertools import takewhile
 from typing import Any
 
-from halftune.data.conversation import Conversation, Format, Preference, RowDropped, RowError
 from halftune.data.formats import turns
+from halftune.data.formats.conversation import Conversation, Format, Preference, RowDropped, RowError
 
 PROMPTS = ("prompt", "conversations", "messages")
 

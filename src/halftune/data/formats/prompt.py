@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from halftune.data.conversation import Conversation, Format, Prompt, RowDropped
 from halftune.data.formats import fields, turns
+from halftune.data.formats.conversation import Conversation, Format, Prompt, RowDropped
 
 _ANSWER = {"role": "assistant", "content": "-"}  # a conversation has one; it is taken off again
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from halftune.data.conversation import Conversation, Format, RowDropped, RowError
 from halftune.data.formats import fields, turns
+from halftune.data.formats.conversation import Conversation, Format, RowDropped, RowError
 
 
 def _read(row: Mapping[str, Any]) -> Conversation:

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from halftune.config.prompts import PromptRow, find_prompt
-from halftune.data.conversation import Format, Prompted, RowDropped
 from halftune.data.formats import fields
+from halftune.data.formats.conversation import Format, Prompted, RowDropped
 
 NAME = "prompted"
 

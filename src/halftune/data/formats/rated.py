@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from halftune.data.conversation import Conversation, Format, Rated, RowDropped, RowError
 from halftune.data.formats import load_format, turns
+from halftune.data.formats.conversation import Conversation, Format, Rated, RowDropped, RowError
 
 LABELS = ("label", "kto_tag")
 _FLAGS = {True: True, False: False, "true": True, "false": False}  # True and False are 1 and 0, too

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from halftune.data.conversation import Conversation, Format
 from halftune.data.formats import turns
+from halftune.data.formats.conversation import Conversation, Format
 
 
 def _read(row: Mapping[str, Any]) -> Conversation:

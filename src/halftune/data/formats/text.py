@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from halftune.data.conversation import Format, RowDropped
 from halftune.data.formats import fields
+from halftune.data.formats.conversation import Format, RowDropped
 
 
 def _read(row: Mapping[str, Any]) -> str:

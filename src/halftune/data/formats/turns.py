@@ -8,9 +8,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from halftune.core.table import did_you_mean
-from halftune.data.conversation import Conversation, RowDropped, RowError
 from halftune.data.formats import fields
-from halftune.data.template_features import DEVELOPER
+from halftune.data.formats.conversation import DEVELOPER, Conversation, RowDropped, RowError
 
 ROLES = {
     "system": "system",

@@ -8,13 +8,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from halftune.data.control_tokens import ControlTokens
-from halftune.data.conversation import Record, RowDropped, RowError
-from halftune.data.detect import Reading
-from halftune.data.mask import Rendering
+from halftune.data.formats.conversation import Record, RowDropped, RowError
+from halftune.data.formats.detect import Reading
 from halftune.data.media.processor import MediaProcessor, MediaSettings, expand
 from halftune.data.media.reference import BadMedia, pack, refer
 from halftune.data.media.rows import read_row
+from halftune.data.templates.control_tokens import ControlTokens
+from halftune.data.templates.loss_mask import Rendering
 
 
 class Placeholders:

@@ -27,12 +27,12 @@ from halftune.config.facts.media import IMAGE_FAMILIES, ImageFamily, check_proce
 from halftune.config.facts.wrapped import unwrapped
 from halftune.config.run import RunConfig
 from halftune.core.errors import DataError
-from halftune.data.control_tokens import ControlTokens
-from halftune.data.locate import Turn
-from halftune.data.mask import Rendering
 from halftune.data.media.audio import AudioProcessor
 from halftune.data.media.reference import BadMedia, MediaRef, decode, media_same
 from halftune.data.store import TokenStore
+from halftune.data.templates.assistant_turns import Turn
+from halftune.data.templates.control_tokens import ControlTokens
+from halftune.data.templates.loss_mask import Rendering
 
 _NO_IMAGES = ImageFamily("", "count", ())
 # Of transformers, for a folder whose files do not fit together.

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from halftune.data.control_tokens import AUDIO, IMAGE, MEDIA
-from halftune.data.conversation import Conversation, Record, RowDropped, RowError
-from halftune.data.detect import Reading
+from halftune.data.formats.conversation import Conversation, Record, RowDropped, RowError
+from halftune.data.formats.detect import Reading
+from halftune.data.templates.control_tokens import AUDIO, IMAGE, MEDIA
 
 CHARACTERS = {kind: character for character, kind in MEDIA.items()}
 MARKERS = {"<image>": "image", "<audio>": "audio"}

@@ -1,4 +1,9 @@
-"""Attaches the configured adapter, its weights in the planned dtypes; holds the table of adapters."""
+"""Attaches the configured adapter, its weights in the planned dtypes; holds the table of adapters.
+
+In: a loaded model, the ``adapter`` section.
+Out: the model with its adapter, trained weights in the planned dtype.
+Imported by: `train.setup`, `model.result`, `infer`.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +29,12 @@ from halftune.core import table
 from halftune.core.errors import ConfigError, ModelError, PlanError
 from halftune.core.optional import UNUSED, without
 from halftune.model.adapters.peft_experts import restore_targets, unchanged_targets
-from halftune.model.architectures import ignore_peft_warnings
-from halftune.model.load_errors import LOAD_ERRORS, first_line
-from halftune.model.towers import towers_of
-from halftune.model.vocabulary import is_tied
+from halftune.model.files.architectures import ignore_peft_warnings
+from halftune.model.files.load_errors import LOAD_ERRORS, first_line
+from halftune.model.load.towers import towers_of
+from halftune.model.tokenizer.vocabulary import is_tied
 from halftune.plan import Plan
-from halftune.plan.targets import expression_limits, is_target
+from halftune.plan.weights.targets import expression_limits, is_target
 from halftune.precision.dtypes import kept_names, mark_kept, plain_name, torch_dtype
 from halftune.precision.report import is_adapter_weight
 

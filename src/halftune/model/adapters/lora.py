@@ -20,11 +20,11 @@ from halftune.core.errors import ConfigError
 from halftune.model.adapters import cast_adapter, share_tied
 from halftune.model.adapters.peft_experts import mistaken_for_experts, unchanged_targets
 from halftune.model.adapters.targets import without_routers
-from halftune.model.architectures import ignore_peft_warnings
-from halftune.model.towers import towers_of
-from halftune.model.vocabulary import tied_names, vocabulary_modules
+from halftune.model.files.architectures import ignore_peft_warnings
+from halftune.model.load.towers import towers_of
+from halftune.model.tokenizer.vocabulary import tied_names, vocabulary_modules
 from halftune.plan import Plan
-from halftune.plan.targets import is_target, refuse_saved_targets, refuse_tied, wraps
+from halftune.plan.weights.targets import is_target, refuse_saved_targets, refuse_tied, wraps
 
 
 def attach(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan, seed: int) -> PeftModel:
@@ -55,7 +55,7 @@ def attach(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan, seed: int) 
 
         load_start(adapted, adapter)
     if towers_of(model) is not None:
-        from halftune.model.parts import keep_in_graph  # few models have towers
+        from halftune.model.load.parts import keep_in_graph  # few models have towers
 
         keep_in_graph(adapted)
     return adapted
@@ -98,7 +98,7 @@ def _targets(model: PreTrainedModel, adapter: LoraAdapter, saved: Sequence[str])
 def _left_out(model: PreTrainedModel, plan: Plan) -> str | None:
     if towers_of(model) is None:
         return None
-    from halftune.model.parts import left_out
+    from halftune.model.load.parts import left_out
 
     return left_out(model, plan)
 
@@ -206,7 +206,7 @@ def find_modules_to_save(model: PreTrainedModel, adapter: LoraAdapter | PeftAdap
     more = vocabulary_modules(model) if plan.added_tokens is not None else []
     more += ["score"] if plan.method.head.value == "score" else []
     if towers_of(model) is not None:
-        from halftune.model.parts import saved_parts
+        from halftune.model.load.parts import saved_parts
 
         more += saved_parts(model, plan)
     saved, tied = tuple(dict.fromkeys((*adapter.modules_to_save, *more))), tied_names(model)

@@ -11,8 +11,8 @@ from halftune.config.facts.media import part_of
 from halftune.config.sections.model import NoAdapter
 from halftune.core.errors import ConfigError
 from halftune.model.adapters import cast_output
-from halftune.model.parts import keep_in_graph, release
-from halftune.model.towers import towers_of
+from halftune.model.load.parts import keep_in_graph, release
+from halftune.model.load.towers import towers_of
 from halftune.plan import Plan
 from halftune.precision.dtypes import matches, stays_fp32, torch_dtype
 

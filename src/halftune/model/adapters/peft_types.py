@@ -15,12 +15,12 @@ from halftune.core.errors import ConfigError
 from halftune.model.adapters import cast_adapter, share_tied
 from halftune.model.adapters.lora import find_modules_to_save, find_targets, task_type
 from halftune.model.adapters.targets import linear_layers
-from halftune.model.architectures import ignore_peft_warnings
-from halftune.model.towers import towers_of
-from halftune.model.vocabulary import tied_names
+from halftune.model.files.architectures import ignore_peft_warnings
+from halftune.model.load.towers import towers_of
+from halftune.model.tokenizer.vocabulary import tied_names
 from halftune.plan import Plan
-from halftune.plan.adapter_types import ADAPTER_TYPES
-from halftune.plan.targets import ends_with, saved_around
+from halftune.plan.weights.adapter_types import ADAPTER_TYPES
+from halftune.plan.weights.targets import ends_with, saved_around
 
 
 def attach(model: PreTrainedModel, adapter: Any, plan: Plan, seed: int) -> PeftModel:

@@ -11,16 +11,16 @@ from safetensors.torch import load_file
 
 from halftune.config.facts.adapter import CONFIG, WEIGHTS, config_of, differences, settings_of
 from halftune.config.facts.folder import check_adapter, read_json
-from halftune.config.rules.rule import looks_local
+from halftune.config.reading.names import looks_local
 from halftune.config.run import RunConfig
 from halftune.config.sections.model import LoraAdapter, ModelSection
 from halftune.core.errors import ModelError
 from halftune.core.log import get_logger
 from halftune.model.adapters import check_whole
-from halftune.model.identity import check_base
-from halftune.model.locate import download
-from halftune.model.result import base_of_result
-from halftune.plan.targets import expression_limits, is_target
+from halftune.model.files.identity import check_base
+from halftune.model.files.locate import download
+from halftune.model.files.result import base_of_result
+from halftune.plan.weights.targets import expression_limits, is_target
 
 log = get_logger(__name__)
 

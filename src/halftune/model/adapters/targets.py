@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from halftune.config.facts.families import family_of
 from halftune.config.facts.sizes import EXPERTS
 from halftune.core.log import get_logger
-from halftune.plan.targets import saved_around
+from halftune.plan.weights.targets import saved_around
 
 log = get_logger(__name__)
 

@@ -31,7 +31,7 @@ from halftune.model.fused.projections import (
     is_lora_linear,
     outside_autocast,
 )
-from halftune.precision.trace.recorder import copy_record, recorded
+from halftune.precision.record.recorder import copy_record, recorded
 from halftune_kernels.library import opaque
 from halftune_kernels.ops.rms_norm import rms_norm
 

@@ -17,8 +17,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.hooks import RemovableHandle
 
-from halftune.model.float8 import Float8Linear
-from halftune.precision.trace.recorder import only_records
+from halftune.model.load.float8 import Float8Linear
+from halftune.precision.record.recorder import only_records
 from halftune_kernels.library import opaque
 from halftune_kernels.ops.float8_linear import Float8Weight
 from halftune_kernels.ops.gated_activation import ACTIVATIONS, gated_activation

@@ -5,7 +5,7 @@
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from halftune.config.facts.rwkv7_shape import Rwkv7Shape, rwkv7_shape
 
@@ -51,14 +51,6 @@ class RWKV7Config(PreTrainedConfig):
     use_l2warp: bool | None = True
     vocab_size: int = 32000
     value_dim: int | list[int] | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        """Register the model class with ``AutoModelForCausalLM`` on first use."""
-        super().__post_init__(**kwargs)
-        from halftune.model.rwkv7.modeling import RWKV7ForCausalLM
-
-        # The config class is the key, so no other registration is replaced.
-        AutoModelForCausalLM.register(RWKV7Config, RWKV7ForCausalLM, exist_ok=True)
 
     @property
     def layer_types(self) -> list[str]:

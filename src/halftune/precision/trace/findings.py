@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from halftune.precision.dtypes import plain_name
-from halftune.precision.trace.steps import HALF, Step, first_promotion, shown
+from halftune.precision.record.steps import HALF, Step, first_promotion, shown
 from halftune.precision.trace.tracer import Arrival, Operand
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")

@@ -18,10 +18,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from halftune.precision.dtypes import plain_name
+from halftune.precision.record.recorder import set_record, step_made_by
+from halftune.precision.record.steps import Step, first_promotion
 from halftune.precision.trace.findings import starred
 from halftune.precision.trace.layer_signature import LayerSignatures, plain_parts
-from halftune.precision.trace.recorder import set_record, step_made_by
-from halftune.precision.trace.steps import Step, first_promotion
 from halftune.precision.trace.tracer import Arrival, Tracer
 
 _FEWEST = 3  # shorter lists of layers are run completely

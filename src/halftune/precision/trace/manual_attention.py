@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from halftune.precision.trace.steps import Source, Step
+from halftune.precision.record.steps import Source, Step
 
 _PRODUCTS = frozenset({"matmul", "bmm", "einsum", "baddbmm"})
 _SOFTMAX = frozenset({"softmax", "exp"})  # exp for softmax written out

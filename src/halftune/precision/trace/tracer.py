@@ -18,12 +18,12 @@ from halftune.precision import PrecisionPlan
 from halftune.precision.dtypes import torch_dtype
 from halftune.precision.guard import computing_dtype, returned
 from halftune.precision.rebind import EntryPoint, Scope, fla_operators, installed
+from halftune.precision.record.recorder import Recorder
+from halftune.precision.record.sources import written_in
+from halftune.precision.record.steps import HALF, Step, first_promotion, shown
 from halftune.precision.trace.cuda_rules import cuda_autocast_rules
 from halftune.precision.trace.flash_stubs import STUBS
 from halftune.precision.trace.manual_attention import find_manual_attention
-from halftune.precision.trace.recorder import Recorder
-from halftune.precision.trace.sources import written_in
-from halftune.precision.trace.steps import HALF, Step, first_promotion, shown
 
 _WITH_LAYERS = (".modeling_", "halftune.model.rwkv7.")  # modules that call functions of linear attention by name
 

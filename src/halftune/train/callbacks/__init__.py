@@ -1,4 +1,9 @@
-"""Everything periodic in a run, one file each. This table names them; nothing is imported until a run chooses it."""
+"""Everything periodic in a run, one file each. This table names them; nothing is imported until a run chooses it.
+
+In: a run's state at every event.
+Out: files and lines; a reason to stop.
+Imported by: `train.trainer`.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +15,25 @@ from halftune.core.table import load
 if TYPE_CHECKING:
     from halftune.config.run import RunConfig
     from halftune.plan import Plan
-    from halftune.train.callbacks.base import Callback
+    from halftune.train.callback import Callback
 
 CALLBACKS: dict[str, str] = {
     "progress_bar": "halftune.train.callbacks.status:ProgressBar",
     "progress_lines": "halftune.train.callbacks.status:ProgressLines",
-    "nonfinite": "halftune.train.callbacks.nonfinite:NonFiniteWatch",
+    "nonfinite": "halftune.train.loop.nonfinite:NonFiniteWatch",
     "dtype_guard": "halftune.train.callbacks.dtype_guard:DtypeGuard",
     "environment": "halftune.train.callbacks.environment:Environment",
     "metrics": "halftune.train.callbacks.metrics:MetricsFile",
     "samples": "halftune.train.callbacks.samples:Samples",
     "rollouts": "halftune.train.callbacks.rollouts:RolloutsFile",
-    "tensorboard": "halftune.train.callbacks.tensorboard:TensorBoard",
-    "wandb": "halftune.train.callbacks.wandb:WeightsAndBiases",
-    "mlflow": "halftune.train.callbacks.trackers:MLflow",
-    "swanlab": "halftune.train.callbacks.trackers:SwanLab",
-    "trackio": "halftune.train.callbacks.trackers:Trackio",
+    "tensorboard": "halftune.train.callbacks.trackers.tensorboard:TensorBoard",
+    "wandb": "halftune.train.callbacks.trackers.wandb:WeightsAndBiases",
+    "mlflow": "halftune.train.callbacks.trackers.accelerate:MLflow",
+    "swanlab": "halftune.train.callbacks.trackers.accelerate:SwanLab",
+    "trackio": "halftune.train.callbacks.trackers.accelerate:Trackio",
     "early_stopping": "halftune.train.callbacks.early_stopping:EarlyStopping",
     "high_loss": "halftune.train.callbacks.high_loss:HighLoss",
-    "profile": "halftune.train.callbacks.profile:Profile",
+    "profile": "halftune.train.callbacks.profile.profile:Profile",
     "adapter_effect": "halftune.train.callbacks.adapter_effect:AdapterEffect",
     "loss_plot": "halftune.train.callbacks.loss_plot:LossPlot",
     "report": "halftune.train.report.page:Report",

@@ -8,10 +8,10 @@ import torch
 from peft import PeftModel
 
 from halftune.core.log import FILE_ONLY, get_logger
-from halftune.model.policy import PolicyModel
-from halftune.train.callbacks.base import Callback
+from halftune.model.policy.policy import PolicyModel
+from halftune.train.callback import Callback
+from halftune.train.loop.step import forward_pass
 from halftune.train.state import TrainState
-from halftune.train.step import forward_pass
 
 log = get_logger(__name__)
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from halftune.core.atomic import write_text
 from halftune.core.log import get_logger
-from halftune.model.patch import current_guard
+from halftune.model.attention.register import current_guard
 from halftune.precision.guard import Guard
 from halftune.precision.report import dtype_report
-from halftune.train.callbacks.base import Callback, StepMetrics
+from halftune.train.callback import Callback, StepMetrics
 from halftune.train.state import TrainState
 
 log = get_logger(__name__)

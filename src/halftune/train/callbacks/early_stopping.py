@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from halftune.train.callbacks.base import Counter
+from halftune.train.callback import Counter
 from halftune.train.state import TrainState
 
 

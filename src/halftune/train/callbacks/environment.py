@@ -18,7 +18,7 @@ from halftune.core.log import get_logger
 from halftune.core.optional import version_of
 from halftune.hardware import Hardware
 from halftune.hardware.probe import probe
-from halftune.train.callbacks.base import Callback
+from halftune.train.callback import Callback
 from halftune.train.state import TrainState
 
 # What numbers and data depend on; the optional ones are listed where they are installed.

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from halftune.core.atomic import whole_file
-from halftune.train.callbacks.base import Callback
-from halftune.train.callbacks.metrics import read_metrics
-from halftune.train.quantities import significant
+from halftune.core.quantities import significant
+from halftune.train.callback import Callback
 from halftune.train.report.series import Curves, Points, Series, smoothed, thinned
+from halftune.train.run_folder.metrics import read_metrics
 from halftune.train.state import TrainState
 
 NAME = "loss.png"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,33 +12,12 @@ from typing import Any
 from halftune.core.atomic import sync, write_text
 from halftune.core.files import open_file
 from halftune.core.log import get_logger
-from halftune.train.callbacks.base import Callback, Phase, StepMetrics
-from halftune.train.quantities import Window, finite
+from halftune.train.callback import Callback, Phase, StepMetrics
+from halftune.train.run_folder.metrics import NAME, read_metrics
 from halftune.train.state import TrainState
+from halftune.train.window import Window, finite
 
 log = get_logger(__name__)
-NAME = "metrics.jsonl"
-_LONGEST = 1 << 20  # bytes of a line
-
-
-def read_metrics(folder: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a run's ``metrics.jsonl``; a last line that was cut off while being written ends them."""
-    path = folder / NAME
-    if not path.exists():
-        return
-    try:
-        file = open_file(path)
-    except OSError as error:
-        log.warning("cannot read %s: %s", path, error.strerror)
-        return
-    with file:
-        while line := file.readline(_LONGEST):
-            try:
-                entry = json.loads(line)
-            except (ValueError, RecursionError):
-                return
-            if isinstance(entry, dict):
-                yield entry
 
 
 class MetricsFile(Callback):

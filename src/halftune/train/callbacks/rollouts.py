@@ -7,7 +7,7 @@ from typing import Any
 
 from halftune.core.atomic import write_text
 from halftune.core.log import get_logger
-from halftune.train.callbacks.base import Callback, StepMetrics
+from halftune.train.callback import Callback, StepMetrics
 from halftune.train.state import TrainState
 
 log = get_logger(__name__)

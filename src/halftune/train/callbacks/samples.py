@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halftune.core import heartbeat
 from halftune.core.atomic import write_text
 from halftune.core.files import MOST_JSON, read_json
 from halftune.core.log import get_logger
+from halftune.core.processes import heartbeat
+from halftune.model.files.locate import media_of
 from halftune.model.generate import generate_reply
-from halftune.model.locate import media_of
-from halftune.train.callbacks.base import Callback, Phase
+from halftune.train.callback import Callback, Phase
 from halftune.train.parallel.fsdp2 import reshard
 from halftune.train.state import TrainState
 

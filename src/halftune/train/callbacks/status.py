@@ -19,13 +19,14 @@ from halftune.core.atomic import write_text
 from halftune.core.errors import HalftuneError
 from halftune.core.files import read_text
 from halftune.core.log import FILE_ONLY, get_logger
-from halftune.core.process import this_process
+from halftune.core.processes.process import this_process
+from halftune.core.quantities import clock, count, rate, significant, size
 from halftune.core.status import NAME, StatusFile, read_status
-from halftune.model.patch import current_guard
-from halftune.train.callbacks.base import EVAL_SET, Callback, Phase, StepMetrics
-from halftune.train.interrupt import Interrupted
-from halftune.train.quantities import Window, clock, count, finite, rate, significant, size
+from halftune.model.attention.register import current_guard
+from halftune.train.callback import EVAL_SET, Callback, Phase, StepMetrics
+from halftune.train.signals.interrupt import Interrupted
 from halftune.train.state import TrainState
+from halftune.train.window import Window, finite
 
 log = get_logger(__name__)
 _RECENT = 20  # steps that a speed on the bar is measured over

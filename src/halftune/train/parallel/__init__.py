@@ -1,4 +1,9 @@
-"""How processes share a model while it trains, one file per strategy. This table names them."""
+"""How processes share a model while it trains, one file per strategy. This table names them.
+
+In: a plan's distribution, the processes of the run.
+Out: a `Strategy`; sums and agreement over processes; who failed.
+Imported by: `train`, `launch`, `cli`.
+"""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ import time
 
 import torch.distributed as dist
 
-from halftune.core import heartbeat
-from halftune.core.failures import PeerLost
+from halftune.core.processes import heartbeat
+from halftune.core.processes.failures import PeerLost
 from halftune.train.parallel import watchdog
 from halftune.train.parallel.rendezvous import Rendezvous, join_rendezvous
 from halftune.train.parallel.watchdog import FAILED, Watchdog

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from halftune.core.errors import PlanError
-from halftune.model.lazy_weights import LazyWeights
+from halftune.model.load.lazy_weights import LazyWeights
 from halftune.plan import Plan
 from halftune.train.parallel.barrier import barrier
 from halftune.train.parallel.strategy import Strategy

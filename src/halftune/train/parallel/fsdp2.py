@@ -19,13 +19,13 @@ from torch.distributed.tensor import DTensor
 from halftune.core.errors import PlanError
 from halftune.core.log import get_logger
 from halftune.core.table import did_you_mean
-from halftune.model.lazy_weights import CPU, LazyWeights
+from halftune.model.load.lazy_weights import CPU, LazyWeights
 from halftune.plan import ParallelPlan
 from halftune.precision.dtypes import mark_kept, stays_fp32, torch_dtype
 from halftune.train.parallel.barrier import barrier
+from halftune.train.parallel.processes import sum_over_processes
 from halftune.train.parallel.reading import fill, show
 from halftune.train.parallel.strategy import Strategy
-from halftune.train.processes import sum_over_processes
 
 log = get_logger(__name__)
 

@@ -16,7 +16,7 @@ from halftune.config.run import RunConfig
 from halftune.core.errors import PlanError
 from halftune.core.log import get_logger
 from halftune.core.optional import version_of
-from halftune.core.process import this_process
+from halftune.core.processes.process import this_process
 from halftune.hardware import Device, Hardware
 from halftune.plan import Plan, resolve
 from halftune.precision.resolve import weakest

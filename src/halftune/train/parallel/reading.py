@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from halftune.core import heartbeat
-from halftune.model.lazy_weights import CPU, META, LazyWeights
+from halftune.core.processes import heartbeat
+from halftune.model.load.lazy_weights import CPU, META, LazyWeights
 from halftune.train.parallel.shards import own_rows
 
 

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from halftune.core.errors import PlanError
-from halftune.core.failures import PeerLost
 from halftune.core.log import get_logger
-from halftune.core.process import this_process
-from halftune.core.wait_for_port import Patience, place, wait_for_port
+from halftune.core.processes.failures import PeerLost
+from halftune.core.processes.process import this_process
+from halftune.core.processes.wait_for_port import Patience, place, wait_for_port
 
 log = get_logger(__name__)
 

@@ -12,15 +12,15 @@ from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from halftune.core import heartbeat
 from halftune.core.atomic import sync, write_error_remedy
 from halftune.core.errors import TrainingError
 from halftune.core.files import read_text
 from halftune.core.manifest import entry
-from halftune.train.lock import LOCK
+from halftune.core.processes import heartbeat
 from halftune.train.parallel.barrier import barrier
 from halftune.train.parallel.shards import write_shares
 from halftune.train.parallel.strategy import Strategy
+from halftune.train.run_folder.lock import LOCK
 
 PATIENCE = 10.0  # seconds until a network file system shows one machine what another has written
 

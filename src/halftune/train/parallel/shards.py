@@ -19,8 +19,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from halftune.core import heartbeat
-from halftune.train.checkpoint_list import part_name, parts
+from halftune.core.processes import heartbeat
+from halftune.train.run_folder.checkpoints import part_name, parts
 
 _ROWS = "rows"  # key of the header: JSON of tensor's name → [first row, length of each dimension of the whole tensor]
 

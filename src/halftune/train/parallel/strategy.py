@@ -13,7 +13,7 @@ from torch import nn
 from halftune.plan import Plan
 
 if TYPE_CHECKING:
-    from halftune.model.lazy_weights import LazyWeights
+    from halftune.model.load.lazy_weights import LazyWeights
 
 
 class Strategy:

@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from halftune.core import heartbeat
 from halftune.core.errors import HalftuneError, TrainingError
-from halftune.core.failures import PeerLost, record_failure
 from halftune.core.log import get_logger
-from halftune.core.process import this_process
+from halftune.core.processes import heartbeat
+from halftune.core.processes.failures import PeerLost, record_failure
+from halftune.core.processes.process import this_process
 from halftune.train.parallel.rendezvous import Rendezvous, open_store
 
 BEAT = 1.0  # seconds

@@ -1,1 +1,6 @@
-"""The report of a run: one self-contained HTML page, made from the files of its folder."""
+"""The report of a run: one self-contained HTML page, made from the files of its folder.
+
+In: a run folder.
+Out: ``report.html``; series that the web UI draws, too.
+Imported by: `train.callbacks`, `cli`, the web UI.
+"""

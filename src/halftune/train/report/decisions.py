@@ -7,8 +7,8 @@ from typing import Any
 
 from markupsafe import Markup
 
+from halftune.core.quantities import count, short_count, size
 from halftune.core.templates import render
-from halftune.train.quantities import count, short_count, size
 from halftune.train.report.series import HERE, Record
 
 _SHOWN = 10  # rows that are shown as they are; more are summed up

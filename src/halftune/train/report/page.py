@@ -20,7 +20,7 @@ from halftune.core.log import get_logger
 from halftune.core.status import NAME as STATUS
 from halftune.core.status import finish
 from halftune.core.templates import render
-from halftune.train.callbacks.base import Callback
+from halftune.train.callback import Callback
 from halftune.train.report.decisions import decisions, dtypes
 from halftune.train.report.series import HERE, Record, curves, read
 from halftune.train.report.summary import cards, dataset, machine, profile, sentence

@@ -10,8 +10,8 @@ from typing import Any
 from markupsafe import Markup
 
 from halftune.config.sections.method import METHOD_SECTIONS
+from halftune.core.quantities import count, duration, short_count, significant, size
 from halftune.core.templates import render
-from halftune.train.quantities import count, duration, short_count, significant, size
 from halftune.train.report.series import HERE, Record
 
 _SAMPLES_SHOWN = 8  # row numbers listed per reason

@@ -1,4 +1,9 @@
-"""Rewards of answers: functions that come with halftune, one file each, and functions in a file of the user's."""
+"""Rewards of answers: functions that come with halftune, one file each, and functions in a file of the user's.
+
+In: a prompt's row and answers.
+Out: a number per answer.
+Imported by: `train.rollouts`.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +23,9 @@ import torch
 
 from halftune.config.sections.method import GrpoMethod
 from halftune.config.sections.rewards import RewardFunctionSection
-from halftune.core import heartbeat, table
+from halftune.core import table
 from halftune.core.errors import ConfigError, TrainingError
+from halftune.core.processes import heartbeat
 
 RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
 _BEAT = 5.0  # seconds

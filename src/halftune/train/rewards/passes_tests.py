@@ -11,9 +11,9 @@ from typing import Any
 
 from halftune.config.sections.method import GrpoMethod
 from halftune.config.sections.rewards import RewardFunctionSection
-from halftune.core import heartbeat
 from halftune.core.errors import ConfigError
 from halftune.core.log import get_logger
+from halftune.core.processes import heartbeat
 from halftune.train.rewards import RewardFunction
 from halftune.train.rewards.sandbox import hides_files, isolates, run_python
 

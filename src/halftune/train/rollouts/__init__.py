@@ -1,4 +1,9 @@
-"""Answers of the model in training, for methods that learn from them: one file per method, and one per sampler."""
+"""Answers of the model in training, for methods that learn from them: one file per method, and one per sampler.
+
+In: prompts of a batch, the model in training.
+Out: a batch of its answers, with rewards.
+Imported by: `train.setup`.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +13,12 @@ from halftune.core import table
 
 if TYPE_CHECKING:
     from halftune.data.batch import Batch
-    from halftune.train.feed import Feed
+    from halftune.train.batches.feed import Feed
     from halftune.train.state import TrainState
 
 
 class Rollouts(Protocol):
-    """Makes batches with answers from a step's batches.
-
-    Attributes:
-        iterations: updates of the weights for each batch.
-    """
-
-    iterations: int
+    """Makes batches with answers from a step's batches."""
 
     def __call__(self, batches: list[Batch], feed: Feed) -> list[Batch]:
         """Batches of answers; those that only fill up a step stay as they are. All processes call it together.

@@ -12,8 +12,7 @@ from halftune.config.sections.method import DistillMethod
 from halftune.data.batch import Batch
 from halftune.data.store import Example, Segment
 from halftune.methods.distill import SAMPLED
-from halftune.train.feed import Feed
-from halftune.train.rollouts.batches import batch_of
+from halftune.train.batches.feed import Feed
 from halftune.train.rollouts.sampling import Answer, Sampler
 from halftune.train.state import TrainState
 
@@ -35,8 +34,6 @@ class DistillRollouts:
     Args:
         run: its model answers.
     """
-
-    iterations = 1
 
     def __init__(self, run: TrainState) -> None:
         assert isinstance(run.config.method, DistillMethod)
@@ -63,7 +60,7 @@ class DistillRollouts:
         made = [examples[index] for index in batch.examples]
         weights = [self.run.method.weight(one) for one in made]
         sampled = {SAMPLED: torch.tensor([float(index in prompts) for index in batch.examples])}
-        return batch_of(made, weights, sampled, batch, feed, packed=feed.packing)
+        return feed.batch_of(made, weights, sampled, batch.examples, packed=feed.packing)
 
     def _chosen(self, index: int, feed: Feed) -> bool:
         return self.sampler.seed(index, -1, feed) / (1 << 56) < self.section.on_policy

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,9 @@ from halftune.core.log import get_logger
 from halftune.data.batch import Batch
 from halftune.data.store import Example, Segment
 from halftune.methods.grpo import ADVANTAGES, DROPPED, SERVED, Grpo, advantages, reward_metrics, spread
-from halftune.model.added_tokens import visible_text
-from halftune.train.feed import Feed
+from halftune.model.tokenizer.added_tokens import visible_text
+from halftune.train.batches.feed import Feed
 from halftune.train.rewards import Rewards
-from halftune.train.rollouts.batches import batch_of
 from halftune.train.rollouts.sampling import Answer, Sampler
 from halftune.train.state import TrainState
 
@@ -74,7 +72,7 @@ class GrpoRollouts:
         assert isinstance(run.config.method, GrpoMethod)
         assert isinstance(run.method, Grpo)
         self.run, self.section, self.method = run, run.config.method, run.method
-        self.rewards, self.equal, self.iterations = Rewards(self.section), 0, self.section.num_iterations
+        self.rewards, self.equal = Rewards(self.section), 0
         self.shown: dict[str, Any] | None = None
         self.sampler = Sampler(run, self.section) if self.section.server is None else self._on_server()
 
@@ -130,7 +128,8 @@ class GrpoRollouts:
         answers = self.sampler(repeated, seeds)
         if not prompts:
             return []
-        rows = [json.loads(one.media) for one in prompts for _ in range(number)]
+        # an answer's own row: a reward function may change what it is given
+        rows = [feed.split.example(index).row or {} for index in examples for _ in range(number)]
         added = self.run.config.model.tokens.add
         texts = [visible_text(self.run.tokenizer, one.ids.tolist(), added) for one in answers]
         asked = [self.run.tokenizer.decode(one, skip_special_tokens=True) for one in repeated]
@@ -188,8 +187,7 @@ class GrpoRollouts:
             columns[DROPPED] = torch.tensor(dropped, dtype=torch.float32)
         if section.server is not None:
             columns[SERVED] = torch.cat(known) if known else torch.zeros(0)
-        source = replace(batch, examples=tuple(one.index for one in groups))
-        return batch_of(examples, weights, columns, source, feed, packed=feed.batch.packing.value)
+        return feed.batch_of(examples, weights, columns, [one.index for one in groups], packed=feed.batch.packing.value)
 
     def _watch(self, groups: Sequence[Group]) -> None:
         """Warn once if the first batches had no group with different rewards."""

@@ -13,10 +13,10 @@ from peft import PeftModel
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from halftune.core import heartbeat
+from halftune.core.processes import heartbeat
 from halftune.model.generate import decoding, ending_ids
 from halftune.precision.dtypes import autocast
-from halftune.train.feed import Feed
+from halftune.train.batches.feed import Feed
 from halftune.train.state import TrainState
 
 

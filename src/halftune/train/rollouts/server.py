@@ -21,10 +21,10 @@ from accelerate.utils import broadcast_object_list
 from halftune.config.sections.method import GrpoMethod
 from halftune.config.sections.model import LoraAdapter
 from halftune.config.sections.rewards import ServerSection
-from halftune.core import heartbeat
 from halftune.core.errors import TrainingError
-from halftune.core.time_limit import within
-from halftune.model.save import save_final
+from halftune.core.processes import heartbeat
+from halftune.core.processes.time_limit import within
+from halftune.model.result.save import save_final
 from halftune.train.parallel.barrier import barrier
 from halftune.train.rollouts.sampling import Answer, Sampler
 from halftune.train.state import TrainState

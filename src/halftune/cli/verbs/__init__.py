@@ -1,0 +1,6 @@
+"""The verbs, one file each; `sweep` and `bench_paper` are options of `train` and `bench`.
+
+In: parsed arguments.
+Out: an exit code.
+Imported by: `cli`, by name; `api`.
+"""

@@ -1,0 +1,75 @@
+"""Export a run's result as a plain model: the adapter merged into its base, verified against the unmerged model.
+
+  halftune export runs/quickstart --output models/quickstart
+  halftune export configs/quickstart.yaml --output models/quickstart --dtype fp32
+  halftune export runs/quickstart/checkpoint-40 --output models/step-40     a checkpoint, sharded or not
+
+The merge is computed in fp32. Weights are saved in the base checkpoint's dtype or in --dtype, and config.json records
+it. Nothing is written if the merged model's logits differ by more than rounding explains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from halftune.core import log
+from halftune.core.optional import quick_imports
+from halftune.core.processes.signals import unwound_by_signals
+from halftune.core.status import StatusFile, reported
+from halftune.train.run_folder.checkpoints import STATE
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``halftune export``."""
+    parser.add_argument(
+        "run", metavar="RUN_DIR_OR_CONFIG", help="a run folder, a checkpoint in it, or the YAML file of a finished run"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration")
+    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder to write")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="format of the weights")
+    parser.add_argument("--status", metavar="FILE", type=Path, help="write progress to this JSON file")
+    parser.add_argument("--force", action="store_true", help="replace an earlier export in DIR")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Open the run and plan without torch, then merge, verify and write."""
+    if args.status is None:
+        return _export(args, None)
+    with reported(StatusFile(args.status)) as status:
+        return _export(args, status)
+
+
+def _export(args: argparse.Namespace, status: StatusFile | None) -> int:
+    from halftune.export.output import check_output, inputs_of
+    from halftune.model.result.completed_run import open_checkpoint, open_run
+
+    log.configure()
+    output, target = Path(os.path.expanduser(args.output)), Path(os.path.expanduser(args.run))
+    with ExitStack() as stack:
+        if at_checkpoint := (target / STATE).is_file():
+            output.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(unwound_by_signals())
+            scratch = stack.enter_context(TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-"))
+            finished = open_checkpoint(target, args.overrides, Path(scratch) / "final")
+        else:
+            finished = open_run(args.run, args.overrides)
+        check_output(finished.folder, finished.final, output, inputs_of(finished.loaded.run), force=args.force)
+
+        with quick_imports():
+            from halftune.export.merged import export_run
+            from halftune.train.checkpoint.to_result import write_result
+
+        def progress(phase: str, step: int = 0, total: int = 0) -> None:
+            if status is not None:
+                status.tell(phase=phase, step=step, total=total, urgent=not step)
+
+        if at_checkpoint:
+            progress("loading")
+            write_result(target, finished)
+        export = export_run(finished, output, args.dtype, force=args.force, progress=progress)
+    print(export.describe())
+    return 0

@@ -1,0 +1,6 @@
+"""Processes: who this one is, its signs of life, limits on time and memory, records of failures.
+
+In: the environment, process IDs, untrusted calls.
+Out: identities, heartbeats, limits, failure files.
+Imported by: everything; it imports only `core`.
+"""

@@ -1,0 +1,6 @@
+"""Text → tokens: tokenised with exact offsets, masked, cut to ``max_length``.
+
+In: rows, a tokenizer, `Settings`.
+Out: `Outcome`s: examples, or why a row was dropped.
+Imported by: `data.pipeline`, `data.stream`.
+"""

@@ -1,0 +1,6 @@
+"""Bytes → rows. One file per kind of file; `files.READERS` lists them by extension.
+
+In: the path of a file.
+Out: `FileRows`: dicts, in memory or read again on each pass.
+Imported by: `data.sources` and what checks files.
+"""

@@ -1,0 +1,6 @@
+"""Where rows are: files and folders, the hub, builtin sets.
+
+In: a source's section of the recipe.
+Out: `Rows` that know their file and line.
+Imported by: `data.pipeline`, `data.stream`, `data.preflight`.
+"""

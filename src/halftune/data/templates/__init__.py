@@ -1,0 +1,6 @@
+"""Records → text, and which of its characters are trained. Chat templates are rendered here and nowhere else.
+
+In: a `Conversation` and the tokenizer's template.
+Out: a `Rendering`: text, trained turns (`loss_mask`), notes on what the template leaves out.
+Imported by: `data.encode`, `data.media`, and what shows prompts.
+"""

@@ -1,0 +1,6 @@
+"""The plan's attention in front of transformers' layers, softmax and linear; the proof that packed samples stay apart.
+
+In: a model, an `AttentionPlan`.
+Out: the same model with its attention routed behind the guard.
+Imported by: `model.load`, `model.policy`, `doctor`, `certify`.
+"""

@@ -1,0 +1,6 @@
+"""Weights: loaded in the planned dtypes, lazily, quantised or with towers; incomplete checkpoints are errors.
+
+In: a folder, a config, a plan.
+Out: a module; `load.AFTER_LOAD` lists what is done to it, in order.
+Imported by: `model.adapters`, `model.result`, `train.setup`, `infer`.
+"""

@@ -1,0 +1,6 @@
+"""The tokenizer of a run: template, end-of-turn and added tokens.
+
+In: ``model.tokenizer``, ``model.chat_template``, ``model.tokens``.
+Out: a tokenizer with pad token and template; checks of the vocabulary.
+Imported by: the rest of `model`, `train`, `infer`.
+"""

@@ -1,0 +1,6 @@
+"""Which weights a run loads, adds, trains and freezes, counted from names and shapes.
+
+In: a `Request`: config and model facts.
+Out: counts, shapes and formats with their reasons; the request with what parts of the run demand.
+Imported by: `plan`; `model.adapters` uses the same rule for targets.
+"""

@@ -1,0 +1,92 @@
+"""The plan of a run with images: what is supported, and what becomes of the towers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from halftune.config.facts.media import AUDIO_FAMILIES, IMAGE_FAMILIES
+from halftune.config.facts.model import ModelFacts
+from halftune.config.run import RunConfig
+from halftune.config.sections.data import PackingSection
+from halftune.core.choice import Choice
+from halftune.core.errors import PlanError
+from halftune.plan.request import Request
+
+USED = "used"
+
+
+def _check_family(config: RunConfig, facts: ModelFacts) -> None:
+    for key, asked, table in (
+        ("images", config.data.images, IMAGE_FAMILIES),
+        ("audio", config.data.audio, AUDIO_FAMILIES),
+    ):
+        if not asked or (facts.multimodal and facts.model_type in table):
+            continue
+        what = f"model type {facts.model_type} is not trained on {key}"
+        if facts.model_type in table:
+            what = "model.parts: text loads the model without its towers"
+        remedy = f"set data.{key}: false, or use model.parts: all with one of {', '.join(table)}"
+        raise PlanError(what, where=f"data.{key}", remedy=remedy, code="plan.images_unsupported")
+
+
+def with_media(request: Request) -> Request:
+    """Pack only where image tokens allow it, and keep trained towers whole on each device.
+
+    Raises:
+        PlanError: the model type, the method, packing or sharding is not supported with images.
+    """
+    config, facts = request.config, request.facts
+    _check_family(config, facts)
+    if config.method.type != "sft":
+        where = "data.images" if config.data.images else "data.audio"
+        what, remedy = f"method: {config.method.type} trains no images or audio", f"set method: sft, or {where}: false"
+        raise PlanError(what, where=where, remedy=remedy, code="plan.images_unsupported")
+    packing = _packing(config, facts)
+    asked, train = config.distributed.strategy, config.model.train
+    trained = {train.vision, train.audio, train.projector} != {"frozen"}
+    if asked not in ("auto", "ddp", *(() if trained else ("fsdp2",))):
+        what = f"strategy: {asked} is not supported with {'trained towers' if trained else 'images or audio'}"
+        remedy = "set distributed.strategy: ddp"
+        raise PlanError(what, where="distributed.strategy", remedy=remedy, code="plan.images_unsupported")
+    attention = config.attention
+    if _two_way(facts) and attention.backend not in ("auto", "sdpa", "eager"):
+        what = f"attention: {attention.backend} has no mask, which image tokens of {facts.model_type} need"
+        remedy = "set attention: sdpa"
+        raise PlanError(what, where="attention.backend", remedy=remedy, code="plan.images_unsupported")
+    if _two_way(facts) and attention.backend == "auto":
+        attention = attention.model_copy(update={"backend": "sdpa"})
+    data = config.data.model_copy(update={"packing": packing})
+    changes = {"data": data, "attention": attention}
+    if trained:
+        changes["distributed"] = config.distributed.model_copy(update={"strategy": "ddp"})
+    return replace(request, config=config.model_copy(update=changes))
+
+
+def _packing(config: RunConfig, facts: ModelFacts) -> PackingSection:
+    """``data.packing`` of a run with images.
+
+    Raises:
+        PlanError: packing is asked for and not possible, or would cut samples.
+    """
+    packing = config.data.packing
+    if packing.split:
+        what, remedy = "rows with images or audio cannot be cut to fill packed rows", "set data.packing.split: false"
+        raise PlanError(what, where="data.packing.split", remedy=remedy, code="plan.images_unsupported")
+    if not _two_way(facts):
+        return packing
+    if packing.enabled is True:
+        what = f"packed rows have no mask, which image tokens of {facts.model_type} need"
+        remedy = "set data.packing: auto, or data.images: false"
+        raise PlanError(what, where="data.packing", remedy=remedy, code="plan.images_unsupported")
+    return packing.model_copy(update={"enabled": False})
+
+
+def _two_way(facts: ModelFacts) -> bool:
+    family = IMAGE_FAMILIES.get(facts.model_type)
+    return family is not None and family.two_way
+
+
+def towers_used(facts: ModelFacts) -> Choice[str]:
+    """The towers of a run with images."""
+    count = f"; {facts.tower_parameters:,} parameters" if facts.tower_parameters else ""
+    return Choice(USED, f"they encode images and audio; frozen parts are saved unchanged{count}")

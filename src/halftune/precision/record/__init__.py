@@ -1,0 +1,6 @@
+"""Records torch calls of a model: dtypes of inputs and outputs, and the source line of each.
+
+In: a module, while it runs.
+Out: `Step`s that know their line.
+Imported by: `precision.guard`, `precision.trace`, and what reports a promotion.
+"""

@@ -1,0 +1,6 @@
+"""Batches of a run: the same rows in every step, however they are split over processes.
+
+In: a `TokenizedSplit`, the number of processes.
+Out: micro-batches for one process.
+Imported by: `train.setup`, `train.rollouts`, `train.reference`.
+"""

@@ -1,0 +1,6 @@
+"""Checkpoints: written whole or not at all, read back bit for bit; what a run is made of.
+
+In: a `TrainState`.
+Out: folders whose manifest is written last; a restored state.
+Imported by: `train.trainer`, `train.setup`, `cli`.
+"""

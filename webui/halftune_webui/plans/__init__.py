@@ -1,0 +1,6 @@
+"""Plans and machines as HTML.
+
+In: a recipe's config, a machine description.
+Out: panels of the page. No torch, no device.
+Imported by: `tabs`, `recipes.state`.
+"""

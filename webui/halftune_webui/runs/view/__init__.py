@@ -1,0 +1,6 @@
+"""Runs as HTML and series: cards, lists, curves, names and notes.
+
+In: run folders.
+Out: parts of the page; everything that comes from a run is escaped.
+Imported by: `runs.controller`, `tabs`.
+"""
