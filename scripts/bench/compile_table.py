@@ -40,10 +40,10 @@ from compile_check import TENSOR_MEMORY, Compiled, compile_case
 
 import halftune_kernels
 from halftune_kernels.cases import case
-from halftune_kernels.cuts import default
 from halftune_kernels.dispatch import OPERATORS, expected, has_triton
 from halftune_kernels.gate import SHARED_MEMORY
 from halftune_kernels.launch import power_of_two
+from halftune_kernels.scan.cuts import default
 from halftune_kernels.selfcheck import cache_dir
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "measurements" / "kernels.md"
@@ -76,7 +76,7 @@ def fingerprint(operator: str, kernel: str) -> str:
     comments."""
     own = [_package() / "ops" / operator / name for name in ("triton.py", "kernels.py")]
     host, *kernels = [file.read_text() for file in own if file.exists()]
-    shared = [(_package() / f"{name}.py").read_text() for name in ("launch", "delta_kernels")]
+    shared = [(_package() / f"{name}.py").read_text() for name in ("launch", "scan/delta_kernels")]
     parts = [triton.__version__, without_cuts(host), without_cuts(shared[0]), *closure(kernel, *kernels, shared[1])]
     return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
 

@@ -1,4 +1,4 @@
-"""Triton kernels of RWKV-7: what is its own beside the scans of ``delta_kernels.py``.
+"""Triton kernels of RWKV-7: what is its own beside the scans of ``scan/delta_kernels.py``.
 
 Notation of a chunk of C rows: c inclusive sum of the log decay per channel, e = c - w what is before a row, S the state
 that enters (Peng et al., "RWKV-7 Goose", 2025; the chunked form is that of the DPLR delta rule):
@@ -30,8 +30,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halftune_kernels.chunk_kernels import LOG2E, chunk_number, chunk_place, load_rows, tile_at
-from halftune_kernels.delta_kernels import block_decays, gates, read_back, store_inverse_of, vector
+from halftune_kernels.scan.chunk_kernels import LOG2E, chunk_number, chunk_place, load_rows, tile_at
+from halftune_kernels.scan.delta_kernels import block_decays, gates, read_back, store_inverse_of, vector
 
 
 @triton.jit
