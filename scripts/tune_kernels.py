@@ -18,8 +18,8 @@ from dataclasses import replace
 import torch
 
 from halftune_kernels import cases, selfcheck
-from halftune_kernels.cuts import default, on_trial
 from halftune_kernels.launch import Config, capability, power_of_two
+from halftune_kernels.scan.cuts import default, on_trial
 
 OPERATORS = ("gated_delta_rule", "kda", "rwkv7", "ssd")  # those with a table
 BOUNDS = (0, 8192)  # of the packed row that is timed

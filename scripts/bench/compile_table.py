@@ -40,10 +40,10 @@ from compile_check import TENSOR_MEMORY, Compiled, compile_case
 
 import halftune_kernels
 from halftune_kernels.cases import case
-from halftune_kernels.cuts import default
 from halftune_kernels.dispatch import OPERATORS, expected, has_triton
 from halftune_kernels.gate import SHARED_MEMORY
 from halftune_kernels.launch import power_of_two
+from halftune_kernels.scan.cuts import default
 from halftune_kernels.selfcheck import cache_dir
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "measurements" / "kernels.md"
@@ -74,10 +74,13 @@ def _package() -> Path:
 def fingerprint(operator: str, kernel: str) -> str:
     """Of what a compiled kernel depends on but for its cut: what starts it, itself and all that it calls, without
     comments."""
-    own = [_package() / "ops" / operator / name for name in ("triton.py", "kernels.py")]
-    host, *kernels = [file.read_text() for file in own if file.exists()]
-    shared = [(_package() / f"{name}.py").read_text() for name in ("launch", "delta_kernels")]
-    parts = [triton.__version__, without_cuts(host), without_cuts(shared[0]), *closure(kernel, *kernels, shared[1])]
+    own, scan = _package() / "ops" / operator, _package() / "scan"
+    hosts, kernels = [own / "triton.py", _package() / "launch.py"], []
+    if (own / "kernels.py").exists():  # a chunked recurrence; the others' kernels stand beside what starts them
+        hosts.append(scan / "chunk_launch.py")
+        kernels = [own / "kernels.py", scan / "delta_kernels.py", scan / "chunk_kernels.py"]
+    parts = [triton.__version__, *(without_cuts(file.read_text()) for file in hosts)]
+    parts += closure(kernel, *(file.read_text() for file in kernels))
     return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
 
 
@@ -93,10 +96,10 @@ def _is_table(statement: ast.stmt) -> bool:
 
 
 def closure(name: str, *sources: str) -> list[str]:
-    """The functions and constants of ``sources`` that ``name`` is made of."""
+    """The functions, classes and constants of ``sources`` that ``name`` is made of."""
     known: dict[str, ast.stmt] = {}
     for statement in itertools.chain.from_iterable(ast.parse(source).body for source in sources):
-        if isinstance(statement, ast.FunctionDef):
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
             known.setdefault(statement.name, statement)
         elif isinstance(statement, ast.Assign):
             known.setdefault(ast.unparse(statement.targets[0]), statement)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import shutil
 import sys
 from collections.abc import Collection
 from pathlib import Path
@@ -125,6 +126,30 @@ def test_a_kernel_is_of_what_it_calls_and_of_no_comment_or_cut(script: ModuleTyp
     assert scan == script.closure("scan", own.replace("return x\n", "return -x\n"), "LEAST = 2")
     assert scan != script.closure("scan", own.replace("x * ", "x + "), "LEAST = 2")
     assert scan != script.closure("scan", own, "LEAST = 3")
+
+
+@pytest.mark.parametrize(
+    ("file", "before", "after"),
+    [
+        ("chunk_kernels", "live = place * C + c < here.length", "live = c < left"),
+        ("chunk_kernels", "class Tile(NamedTuple):", "class Tile(tuple):"),
+        ("delta_kernels", "count = tl.cdiv(here.length, C)", "count = here.length // C"),
+        ("chunk_launch", "CHUNK = 64", "CHUNK = 32"),
+    ],
+)
+def test_what_scans_share_is_part_of_a_scan(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, before: str, after: str
+) -> None:
+    package = tmp_path / "package"
+    shutil.copytree(script._package(), package, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(script, "_package", lambda: package)
+    scan, conv = script.fingerprint("kda", "scan_backward"), script.fingerprint("causal_conv1d", "conv_backward")
+    source = package / "scan" / f"{file}.py"
+    assert before in source.read_text()
+    source.write_text(source.read_text().replace(before, after))
+    script.fingerprint.cache_clear()
+    assert scan != script.fingerprint("kda", "scan_backward")
+    assert conv == script.fingerprint("causal_conv1d", "conv_backward")
 
 
 def test_a_kernel_that_is_a_trap_does_not_fit(script: ModuleType) -> None:

@@ -23,11 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halftune_kernels import __main__ as commands
 from halftune_kernels import cases, selfcheck
 from halftune_kernels.arguments import ArgumentError
-from halftune_kernels.cuts import configuration, default, on_trial
 from halftune_kernels.gate import SHARED_MEMORY
 from halftune_kernels.launch import Config, standing_in
 from halftune_kernels.ops.ssd import simple_decay
 from halftune_kernels.ops.ssd.triton import CONFIGS
+from halftune_kernels.scan.cuts import configuration, default, on_trial
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "tune_kernels.py"
 _spec = importlib.util.spec_from_file_location("tune_kernels", SCRIPT)

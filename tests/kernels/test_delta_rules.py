@@ -15,8 +15,8 @@ from halftune_kernels.cases import Case, case
 from halftune_kernels.ops.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
 from halftune_kernels.ops.kda import kda, kda_step
 from halftune_kernels.ops.rwkv7 import rwkv7, rwkv7_step
+from halftune_kernels.scan.triangular import unit_lower_inverse
 from halftune_kernels.selfcheck import relative_error
-from halftune_kernels.triangular import unit_lower_inverse
 
 OPERATORS = ("gated_delta_rule", "kda", "rwkv7")
 DECAY = {"gated_delta_rule": "g", "kda": "g", "rwkv7": "w"}

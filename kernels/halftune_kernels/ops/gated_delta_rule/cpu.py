@@ -17,12 +17,12 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from halftune_kernels.chunk_scan import Chunks, Tensors
 from halftune_kernels.constants import constant
-from halftune_kernels.delta_arguments import EPSILON, DeltaRule
 from halftune_kernels.memory import CUTS
-from halftune_kernels.triangular import unit_lower_inverse
-from halftune_kernels.value_heads import (
+from halftune_kernels.scan.chunk_scan import Chunks, Tensors
+from halftune_kernels.scan.delta_arguments import EPSILON, DeltaRule
+from halftune_kernels.scan.triangular import unit_lower_inverse
+from halftune_kernels.scan.value_heads import (
     by_row,
     by_value_head,
     decayed,

@@ -28,7 +28,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halftune_kernels.chunk_kernels import (
+from halftune_kernels.scan.chunk_kernels import (
     at_hand,
     begin_scan,
     between,
@@ -47,7 +47,7 @@ from halftune_kernels.chunk_kernels import (
     store_state,
     tile_at,
 )
-from halftune_kernels.delta_kernels import store_inverse, unit_inverse
+from halftune_kernels.scan.delta_kernels import store_inverse, unit_inverse
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import torch
 
-from halftune_kernels.delta_arguments import EPSILON, DeltaRule
+from halftune_kernels.scan.delta_arguments import EPSILON, DeltaRule
 
 
 def gated_delta_rule(call: DeltaRule) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from halftune_kernels.arguments import check_scale, without_autocast
-from halftune_kernels.delta_arguments import DeltaRule, check_delta_arguments
 from halftune_kernels.dispatch import module
-from halftune_kernels.recurrent_step import delta_rule_step
+from halftune_kernels.scan.delta_arguments import DeltaRule, check_delta_arguments
+from halftune_kernels.scan.recurrent_step import delta_rule_step
 
 __all__ = ["kda", "kda_step"]
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
-from halftune_kernels.channel_decay import ChannelDecay
-from halftune_kernels.chunk_scan import Chunks, Plan, Tensors, chunk_scan
-from halftune_kernels.delta_arguments import DeltaRule, l2_normalise, l2_normalise_backward
 from halftune_kernels.memory import CUTS
-from halftune_kernels.triangular import unit_lower_inverse
+from halftune_kernels.scan.channel_decay import ChannelDecay
+from halftune_kernels.scan.chunk_scan import Chunks, Plan, Tensors, chunk_scan
+from halftune_kernels.scan.delta_arguments import DeltaRule, l2_normalise, l2_normalise_backward
+from halftune_kernels.scan.triangular import unit_lower_inverse
 
 CUT = CUTS["kda"]
 

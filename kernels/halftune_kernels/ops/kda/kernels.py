@@ -1,4 +1,4 @@
-"""Triton kernels of Kimi delta attention: what is its own beside the scans of ``delta_kernels.py``.
+"""Triton kernels of Kimi delta attention: what is its own beside the scans of ``scan/delta_kernels.py``.
 
 Notation of a chunk of C rows (Kimi Team, "Kimi Linear", 2025): b inclusive sum of the log decay per channel, S the
 state that enters, B = diag(beta), A(x, y)_ij = sum_c x_ic y_jc exp(b_ic - b_jc) for i >= j.
@@ -28,8 +28,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halftune_kernels.chunk_kernels import LOG2E, chunk_number, chunk_place, load_rows, row_factor, tile_at
-from halftune_kernels.delta_kernels import block_decays, gates, read_back, store_inverse_of, vector
+from halftune_kernels.scan.chunk_kernels import LOG2E, chunk_number, chunk_place, load_rows, row_factor, tile_at
+from halftune_kernels.scan.delta_kernels import block_decays, gates, read_back, store_inverse_of, vector
 
 
 @triton.jit
@@ -100,7 +100,7 @@ def solve(
     BK: tl.constexpr, BV: tl.constexpr, TK: tl.constexpr, TV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """T, W and U of one chunk and head."""
-    row, _, left = chunk_place(table, HV, HV, C)
+    row, _key, left = chunk_place(table, HV, HV, C)
     beta, v, ke, w, u, t = beta + row, v + row * V, ke + row * K, w + row * K, u + row * V, t + row * C
     store_inverse_of(t, a + row * C, beta, left, HV, C)
     bt, c = read_back(t, left, HV, C), tl.arange(0, C)
@@ -124,7 +124,7 @@ def square_gradients(
     HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dX, dV, E and F of one chunk and head, and the part <dX, V> of dbeta."""
-    row, _, left = chunk_place(table, HV, HV, C)
+    row, _key, left = chunk_place(table, HV, HV, C)
     c = tl.arange(0, C)
     live = c < left
     b = row_factor(beta, row + c * HV, live)[:, None]

@@ -16,8 +16,8 @@ from halftune_kernels.arguments import (
     check_state,
     without_autocast,
 )
-from halftune_kernels.delta_arguments import check_delta_arguments
 from halftune_kernels.dispatch import module
+from halftune_kernels.scan.delta_arguments import check_delta_arguments
 
 __all__ = ["rwkv7", "rwkv7_step"]
 

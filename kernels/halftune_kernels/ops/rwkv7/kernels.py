@@ -1,4 +1,4 @@
-"""Triton kernels of RWKV-7: what is its own beside the scans of ``delta_kernels.py``.
+"""Triton kernels of RWKV-7: what is its own beside the scans of ``scan/delta_kernels.py``.
 
 Notation of a chunk of C rows: c inclusive sum of the log decay per channel, e = c - w what is before a row, S the state
 that enters (Peng et al., "RWKV-7 Goose", 2025; the chunked form is that of the DPLR delta rule):
@@ -30,8 +30,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halftune_kernels.chunk_kernels import LOG2E, chunk_number, chunk_place, load_rows, tile_at
-from halftune_kernels.delta_kernels import block_decays, gates, read_back, store_inverse_of, vector
+from halftune_kernels.scan.chunk_kernels import LOG2E, chunk_number, chunk_place, load_rows, tile_at
+from halftune_kernels.scan.delta_kernels import block_decays, gates, read_back, store_inverse_of, vector
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def products(
     """One block of R rows of one chunk and head: rows of the four matrices, and r, a, k, b decayed for the scans.
 
     ``low`` gets -A'(a, b); rk and rb are scaled."""
-    by_head, _, left = chunk_place(table, H, H, C)
+    by_head, _key, left = chunk_place(table, H, H, C)
     block = tl.program_id(2)
     start = block * R
     if start >= left:
@@ -118,7 +118,7 @@ def solve(
     BK: tl.constexpr, BV: tl.constexpr, TK: tl.constexpr, TV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """T, W and U of one chunk and head."""
-    row, _, left = chunk_place(table, H, H, C)
+    row, _key, left = chunk_place(table, H, H, C)
     ak, v, ae, w, u, t = ak + row * C, v + row * V, ae + row * K, w + row * K, u + row * V, t + row * C
     store_inverse_of(t, low + row * C, None, left, H, C)
     bt, c = read_back(t, left, H, C), tl.arange(0, C)
@@ -143,7 +143,7 @@ def square_gradients(
     BK: tl.constexpr, BV: tl.constexpr, TK: tl.constexpr, TV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """X, dV and the gradients of the four matrices, of one chunk and head."""
-    row, _, left = chunk_place(table, H, H, C)
+    row, _key, left = chunk_place(table, H, H, C)
     number, c = chunk_number(H) * K * V, tl.arange(0, C)
     live = c < left
     square = row * C + c[:, None] * (H * C) + c[None, :]
@@ -259,7 +259,7 @@ def chunk_backward(
     """dr, dw, dk, da and db of TK channels of one chunk and head.
 
     values is V once more: as a constant it would let the compiler unroll the loops, and spill."""
-    by_head, _, left = chunk_place(table, H, H, C)
+    by_head, _key, left = chunk_place(table, H, H, C)
     r, w, k, a, b = r + by_head * K, w + by_head * K, k + by_head * K, a + by_head * K, b + by_head * K
     erk, erb, eak, eab = erk + by_head * C, erb + by_head * C, eak + by_head * C, eab + by_head * C
     v, do, new, dx = v + by_head * V, do + by_head * V, new + by_head * V, dx + by_head * V

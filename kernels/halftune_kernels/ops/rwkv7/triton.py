@@ -8,9 +8,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from halftune_kernels.arguments import Segments
-from halftune_kernels.chunk_launch import BLOCK, CHUNK, ChunkLaunch, as_given, contiguous, keep, of_output
 from halftune_kernels.launch import SCAN_FP32, Config, Rows, ceil_div
 from halftune_kernels.ops.rwkv7 import GeneralisedDelta, kernels
+from halftune_kernels.scan.chunk_launch import BLOCK, CHUNK, ChunkLaunch, as_given, contiguous, keep, of_output
 
 # (kernel, half): rows of (largest padded key size, GPUs, all if none are named, cut); the first that fits.
 # Chosen by compiling for every GPU (docs/measurements/kernels.md).

@@ -18,10 +18,10 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from halftune_kernels.chunk_scan import Chunks, Tensors
 from halftune_kernels.memory import CUTS
 from halftune_kernels.ops.ssd.decay import SimpleDecay
-from halftune_kernels.value_heads import (
+from halftune_kernels.scan.chunk_scan import Chunks, Tensors
+from halftune_kernels.scan.value_heads import (
     add_decayed,
     by_row,
     by_value_head,

@@ -19,8 +19,8 @@ from halftune_kernels.arguments import (
     find_segments,
     without_autocast,
 )
-from halftune_kernels.delta_arguments import MOST_KEYS, check_head_size
 from halftune_kernels.dispatch import module
+from halftune_kernels.scan.delta_arguments import MOST_KEYS, check_head_size
 
 
 class SimpleDecay(NamedTuple):

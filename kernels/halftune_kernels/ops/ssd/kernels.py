@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halftune_kernels.chunk_kernels import (
+from halftune_kernels.scan.chunk_kernels import (
     at_hand,
     begin_scan,
     between,

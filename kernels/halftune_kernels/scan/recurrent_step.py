@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from halftune_kernels.arguments import check_scale
-from halftune_kernels.delta_arguments import check_step_arguments, l2_normalise
+from halftune_kernels.scan.delta_arguments import check_step_arguments, l2_normalise
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 

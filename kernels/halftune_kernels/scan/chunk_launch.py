@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from halftune_kernels import delta_kernels
 from halftune_kernels.arguments import Segments, chunk_table, segment_table
-from halftune_kernels.cuts import configuration
 from halftune_kernels.launch import Config, Rows, ceil_div, dot_precision, power_of_two, start
+from halftune_kernels.scan import delta_kernels
+from halftune_kernels.scan.cuts import configuration
 
 CHUNK = 64
 BLOCK = 16  # rows between which decays of their own for each channel have factors

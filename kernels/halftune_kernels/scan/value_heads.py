@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 
 from halftune_kernels.arguments import Segments
-from halftune_kernels.chunk_scan import LEAST_DECAY, ChunkOperator, Plan, Tensors, chunk_scan
 from halftune_kernels.constants import constant
 from halftune_kernels.memory import Cut
+from halftune_kernels.scan.chunk_scan import LEAST_DECAY, ChunkOperator, Plan, Tensors, chunk_scan
 
 
 def by_value_head(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

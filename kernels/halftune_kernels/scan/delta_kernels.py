@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halftune_kernels.chunk_kernels import (
+from halftune_kernels.scan.chunk_kernels import (
     LOG2E,
     at_hand,
     begin_scan,
