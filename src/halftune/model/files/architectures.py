@@ -65,7 +65,7 @@ def _register_rwkv7() -> None:
     AutoModelForCausalLM.register(RWKV7Config, RWKV7ForCausalLM, exist_ok=True)
 
 
-RWKV7Config.before_use = _register_rwkv7
+RWKV7Config.before_use.append(_register_rwkv7)
 
 
 @contextmanager

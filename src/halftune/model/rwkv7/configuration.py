@@ -22,7 +22,7 @@ class RWKV7Config(PreTrainedConfig):
     model_type: ClassVar[str] = "rwkv7"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     number_of_conv_states: ClassVar[int] = 2  # in transformers' cache: the last token of both mixings
-    before_use: ClassVar[Callable[[], None] | None] = None  # registers the model's class, which imports the operators
+    before_use: ClassVar[list[Callable[[], None]]] = []  # registers the model's class, which imports the operators
 
     attn_mode: str = "chunk"
     hidden_size: int = 2048
@@ -56,8 +56,8 @@ class RWKV7Config(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        if RWKV7Config.before_use is not None:
-            RWKV7Config.before_use()
+        for register in self.before_use:
+            register()
 
     @property
     def layer_types(self) -> list[str]:
