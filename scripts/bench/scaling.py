@@ -31,7 +31,7 @@ from halftune.train import setup
 from halftune.train.loop.step import finish_step, start_step
 from halftune.train.parallel import make_strategy
 from halftune.train.parallel.processes import make_accelerator
-from halftune.train.run_folder.folder import RunFolder
+from halftune.train.run_folder.start_or_resume import RunFolder
 from halftune.train.trainer import train
 
 ROWS, LENGTH, STEPS = 12, 128, 3

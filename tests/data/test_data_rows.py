@@ -10,7 +10,8 @@ import pytest
 
 from halftune.core.errors import DataError
 from halftune.data.batch import collate
-from halftune.data.order.epoch import Span, best_fit_decreasing, epoch_rows
+from halftune.data.order.epoch import Span, epoch_rows
+from halftune.data.order.packing import best_fit_decreasing
 from halftune.data.order.split import TokenizedSplit, choose_rows, hold_out, weigh, without_copies
 from halftune.data.store import NO_LABEL, Example, Segment, build_store
 

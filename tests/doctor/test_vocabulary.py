@@ -21,7 +21,7 @@ from halftune.model.load.load import load_model
 from halftune.model.tokenizer.tokenizer import load_tokenizer
 from halftune.model.tokenizer.vocabulary import padding_id
 from halftune.plan import resolve
-from halftune.train.run_folder.folder import RunFolder
+from halftune.train.run_folder.start_or_resume import RunFolder
 from halftune.train.setup import build
 
 

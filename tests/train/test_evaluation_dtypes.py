@@ -13,7 +13,7 @@ from tiny_model import checkpoint
 
 from halftune.config.builtin_models import VOCAB_SIZE
 from halftune.train.loop.evaluate import evaluate
-from halftune.train.run_folder.folder import RunFolder
+from halftune.train.run_folder.start_or_resume import RunFolder
 from halftune.train.setup import build
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

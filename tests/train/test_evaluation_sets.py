@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from halftune.train import trainer
 from halftune.train.loop.evaluate import evaluate
-from halftune.train.run_folder.folder import RunFolder
+from halftune.train.run_folder.start_or_resume import RunFolder
 from halftune.train.setup import build
 from halftune.train.trainer import train
 

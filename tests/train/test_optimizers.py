@@ -27,7 +27,7 @@ from halftune.model.load.load import load_model
 from halftune.optim import BUILDERS, make_optimizer, show_average
 from halftune.optim.device_side import skipping
 from halftune.train.checkpoint.checkpoint import load_checkpoint, save_checkpoint
-from halftune.train.run_folder.folder import RESOLVED
+from halftune.train.run_folder.start_or_resume import RESOLVED
 from halftune.train.schedule import make_schedule
 from halftune.train.state import TrainState
 from halftune.train.trainer import train

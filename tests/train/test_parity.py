@@ -10,7 +10,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from halftune.data.batch import Batch
 from halftune.model.result.save import trainable_state
-from halftune.train.run_folder.folder import RunFolder
+from halftune.train.run_folder.start_or_resume import RunFolder
 from halftune.train.setup import build
 from halftune.train.trainer import train
 

@@ -16,7 +16,7 @@ from halftune.core import atomic
 from halftune.core.errors import ConfigError, TrainingError
 from halftune.core.manifest import MANIFEST, MARKER, damage, seal
 from halftune.train.run_folder.checkpoints import checkpoints, newest_valid, rotate
-from halftune.train.run_folder.folder import already_finished
+from halftune.train.run_folder.start_or_resume import already_finished
 from halftune.train.trainer import train
 
 UNEQUAL = {"seconds", "eval_seconds", "time", "memory_bytes"}

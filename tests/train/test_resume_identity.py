@@ -27,8 +27,8 @@ from halftune.train.checkpoint.checkpoint import open_weights
 from halftune.train.checkpoint.to_result import write_result
 from halftune.train.loop import stepper
 from halftune.train.run_folder.checkpoints import find_damage, folders, state_of
-from halftune.train.run_folder.folder import already_finished
 from halftune.train.run_folder.same_run import recorded
+from halftune.train.run_folder.start_or_resume import already_finished
 from halftune.train.trainer import train
 
 SETTINGS = ("training.max_steps=4", "training.save_steps=2", "training.eval_steps=2", "data.cache=false")

@@ -22,7 +22,8 @@ from halftune.data.batch import Batch
 from halftune.methods import Reference
 from halftune.methods.sft import Sft
 from halftune.model.policy.policy import PolicyModel
-from halftune.train import checkpointing, finish, trainer
+from halftune.train import finish, trainer
+from halftune.train import save_restore as checkpointing
 from halftune.train.callbacks.status import ProgressLines
 from halftune.train.loop import stepper
 from halftune.train.run_folder.checkpoints import newest_valid

@@ -24,8 +24,8 @@ from halftune.train.callbacks.metrics import MetricsFile
 from halftune.train.loop.evaluate import evaluate
 from halftune.train.loop.step import finish_step, start_step
 from halftune.train.run_folder.checkpoints import checkpoints
-from halftune.train.run_folder.folder import RunFolder
 from halftune.train.run_folder.lock import locked
+from halftune.train.run_folder.start_or_resume import RunFolder
 from halftune.train.schedule import steps_between
 from halftune.train.setup import build
 from halftune.train.signals.interrupt import Interrupted

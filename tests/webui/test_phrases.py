@@ -35,7 +35,7 @@ SOURCE, ROOMS = ROOT / "src" / "halftune", ("precision", "attention", "plan", "h
 BESIDE = ("data", "doctor", "export", "cli")  # whose findings the Data, Doctor and Export tabs show
 WEBUI = ROOT / "webui" / "halftune_webui"
 GATE = ROOT / "kernels" / "halftune_kernels" / "gate.py"
-BEFORE_START = (SOURCE / "data" / "order" / "split.py", ROOT / "webui" / "halftune_webui" / "runs" / "launch.py")
+BEFORE_START = (SOURCE / "data" / "order" / "split.py", ROOT / "webui" / "halftune_webui" / "runs" / "start_stop.py")
 BUILTIN = ("qwen2-tiny", "qwen3_5-tiny", "kimi_linear-tiny", "mamba2-tiny", "rwkv7-tiny")
 KINDS: tuple[dict[str, Any], ...] = (
     {},

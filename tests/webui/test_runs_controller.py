@@ -14,7 +14,8 @@ import pytest
 from halftune.core.errors import HalftuneError
 from halftune.train.report.series import script_source
 from halftune_webui.labels import load_words
-from halftune_webui.runs import launch, listing
+from halftune_webui.runs import listing
+from halftune_webui.runs import start_stop as launch
 from halftune_webui.runs.controller import AREAS, MOST, PAGE, Done, RunsController, View, act, refresh, start
 from halftune_webui.runs.started import folder_of
 from halftune_webui.runs.state import look

@@ -15,7 +15,8 @@ from halftune.core.files import read_json
 from halftune.core.processes.process import identity
 from halftune.core.status import Status, read_status
 from halftune_webui.labels import load_words
-from halftune_webui.runs import launch, queue
+from halftune_webui.runs import queue
+from halftune_webui.runs import start_stop as launch
 from halftune_webui.runs.controller import RunsController, View, act, refresh
 from halftune_webui.runs.listing import Listing
 from halftune_webui.runs.log_tail import log_tail, root_cause

@@ -17,7 +17,8 @@ import pytest
 from halftune.core.errors import HalftuneError
 from halftune.core.processes.process import identity
 from halftune.train.run_folder.lock import locked
-from halftune_webui.runs import launch, queue
+from halftune_webui.runs import queue
+from halftune_webui.runs import start_stop as launch
 from halftune_webui.runs.log_tail import log_tail
 from halftune_webui.runs.started import Process, folder_of, note_job, note_process, read_started
 from halftune_webui.runs.state import RunState, look

@@ -25,7 +25,7 @@ with quick_imports():  # as `train` does
     from halftune.bench.meter import Measured, Meter, Step
     from halftune.bench.peak import peak_flops
     from halftune.train.parallel.processes import peak_memory_bytes
-    from halftune.train.run_folder.folder import open_folder
+    from halftune.train.run_folder.start_or_resume import open_folder
     from halftune.train.setup import build
     from halftune.train.signals.interrupt import Interrupts
     from halftune.train.state import TrainState

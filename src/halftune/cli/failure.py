@@ -19,7 +19,7 @@ from halftune.core.atomic import is_full
 from halftune.core.errors import DtypeContractError, HalftuneError, ModelError, TrainingError
 from halftune.core.files import cache_dir
 from halftune.core.processes.process import this_process
-from halftune.precision.record.sources import where_written
+from halftune.precision.record.remote_files import where_written
 from halftune.train.signals.interrupt import SIGNALS, Interrupted
 
 VARIABLE = "HALFTUNE_TRACEBACK"

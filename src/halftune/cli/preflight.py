@@ -18,7 +18,7 @@ from halftune.data.preflight import validate_data
 from halftune.model.files.preflight import check_all_folders
 from halftune.plan.memory import check_fits
 from halftune.plan.tree import MemoryPlan
-from halftune.train.run_folder.folder import check_free
+from halftune.train.run_folder.start_or_resume import check_free
 
 
 def check_outcome(loaded: LoadedConfig, memory: MemoryPlan, *, here: bool = True) -> None:

@@ -32,7 +32,7 @@ from halftune.model.files.architectures import multimodal_auto
 from halftune.model.load.remote_code import last_line, remote_code_error
 from halftune.model.meta.model import build, prepare, read_config
 from halftune.plan import Plan
-from halftune.precision.record.sources import written_in
+from halftune.precision.record.remote_files import written_in
 from halftune.precision.report import check_dtypes
 from halftune.precision.trace.fake_tensors import NEEDS_VALUES, FakeTensors
 from halftune.precision.trace.findings import Finding, findings

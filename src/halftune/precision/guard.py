@@ -21,7 +21,7 @@ from halftune.core.log import get_logger
 from halftune.precision.dtypes import plain_name, torch_dtype
 from halftune.precision.in_graph import OF_A_GRAPH, note, number_of
 from halftune.precision.record.recorder import Recorder, copy_record
-from halftune.precision.record.sources import written_in
+from halftune.precision.record.remote_files import written_in
 from halftune.precision.record.steps import first_promotion, shown
 
 log = get_logger(__name__)

@@ -14,10 +14,10 @@ from halftune.model.files.result import BASE, FINAL, FINISHED, write_finished
 from halftune.model.result.save import Named, save_final
 from halftune.train.callback import CallbackList
 from halftune.train.checkpoint.checkpoint import load_weights
-from halftune.train.checkpointing import remove_old
 from halftune.train.parallel.processes import barrier, sum_over_processes
 from halftune.train.run_folder.checkpoints import PREFIX, find_damage
-from halftune.train.run_folder.folder import check_exists
+from halftune.train.run_folder.start_or_resume import check_exists
+from halftune.train.save_restore import remove_old
 from halftune.train.signals.interrupt import Interrupted, Interrupts, format_signal
 from halftune.train.state import TrainState
 

@@ -48,7 +48,7 @@ from halftune.train.numeric_environment import seed_everything, set_rounding
 from halftune.train.parallel import make_strategy
 from halftune.train.parallel.processes import check_agreed, keep_freed_memory, make_accelerator
 from halftune.train.parallel.strategy import Strategy
-from halftune.train.run_folder.folder import RunFolder
+from halftune.train.run_folder.start_or_resume import RunFolder
 from halftune.train.schedule import make_schedule
 from halftune.train.state import TrainState
 

@@ -21,14 +21,14 @@ from halftune.train.callback import Callback, CallbackList, Phase, StepMetrics
 from halftune.train.callbacks import build as build_callbacks
 from halftune.train.callbacks.status import before_training
 from halftune.train.checkpoint.run_inputs import BaseFiles, warn_other_inputs
-from halftune.train.checkpointing import restore, save
 from halftune.train.finish import interruption, load_best, reported_end, write_result
 from halftune.train.loop.evaluate import evaluate
 from halftune.train.loop.nonfinite import check_weights
 from halftune.train.loop.stepper import Stepper
 from halftune.train.parallel.processes import barrier, sum_over_processes
-from halftune.train.run_folder.folder import RESOLVED, completed_message, open_folder, write_intent
 from halftune.train.run_folder.lock import locked
+from halftune.train.run_folder.start_or_resume import RESOLVED, completed_message, open_folder, write_intent
+from halftune.train.save_restore import restore, save
 from halftune.train.schedule import ends_part, steps_between
 from halftune.train.setup import build
 from halftune.train.signals.interrupt import Interrupts

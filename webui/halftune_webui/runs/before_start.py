@@ -13,7 +13,7 @@ from halftune.core.errors import HalftuneError
 from halftune.data.preflight import validate_data
 from halftune.data.sources.source import files_of
 from halftune_webui.recipes.recipe import Examined
-from halftune_webui.runs.launch import check_place
+from halftune_webui.runs.start_stop import check_place
 from halftune_webui.settings import Settings
 
 # What a look at the data depends on, and the keys without which a configuration is none.

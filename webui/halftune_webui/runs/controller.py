@@ -20,7 +20,8 @@ from halftune_webui.html import render
 from halftune_webui.labels import Words
 from halftune_webui.recipes.recipe import examine
 from halftune_webui.recipes.yaml_edit import set_value
-from halftune_webui.runs import launch, queue
+from halftune_webui.runs import queue
+from halftune_webui.runs import start_stop as launch
 from halftune_webui.runs.before_start import obstacles
 from halftune_webui.runs.listing import Listing
 from halftune_webui.runs.log_tail import log_tail

@@ -17,7 +17,7 @@ from halftune.config.sections.training import GenerationSection
 from halftune.core.errors import HalftuneError
 from halftune_webui.calls import event_values, refused
 from halftune_webui.context import Context
-from halftune_webui.runs import launch
+from halftune_webui.runs import start_stop as launch
 from halftune_webui.runs.chat import Chat
 from halftune_webui.runs.state import is_live
 from halftune_webui.runs.stored import check_model, generation_of

@@ -14,7 +14,8 @@ from halftune_webui.calls import event_values
 from halftune_webui.context import Context
 from halftune_webui.html import render
 from halftune_webui.labels import Words
-from halftune_webui.runs import export, launch
+from halftune_webui.runs import export
+from halftune_webui.runs import start_stop as launch
 from halftune_webui.runs.log_tail import log_tail
 from halftune_webui.runs.state import RunState
 from halftune_webui.runs.view.show import run_card

@@ -30,8 +30,8 @@ from halftune.core.files import read_text as read_file
 from halftune.hardware.probe import probe
 from halftune.launch.command import processes
 from halftune.plan import resolve
-from halftune.train.run_folder.folder import already_finished
 from halftune.train.run_folder.lock import check_unlocked, locked
+from halftune.train.run_folder.start_or_resume import already_finished
 from halftune.train.signals.interrupt import SWEEP as IN_SWEEP
 
 SWEEP, TABLE, PLOT = "sweep.json", "sweep.csv", "sweep.png"

@@ -34,8 +34,8 @@ from halftune.hardware.probe import probe
 from halftune.launch.command import command, machine_of, processes, world_size
 from halftune.plan import Plan, explain, resolve
 from halftune.plan.memory import check_fits
-from halftune.train.run_folder.folder import already_finished
 from halftune.train.run_folder.lock import check_unlocked
+from halftune.train.run_folder.start_or_resume import already_finished
 
 if TYPE_CHECKING:
     from halftune.train.trainer import Outcome

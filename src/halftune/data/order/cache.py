@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from halftune.core import disk_cache
-from halftune.data.order import epoch
+from halftune.data.order import epoch, packing
 from halftune.data.order.epoch import BatchOrder, Order, RowOrder
 
 LARGE = 50_000  # samples from which an order is kept in the cache
@@ -41,7 +41,7 @@ def ordered(make: Callable[..., Order], lengths: np.ndarray, *, cache: bool, **a
 def _key(make: Callable[..., Any], lengths: np.ndarray, arguments: Mapping[str, Any]) -> str:
     """sha256 of the lengths, the arguments and the code."""
     plain = {name: asdict(value) if is_dataclass(value) else value for name, value in arguments.items()}  # type: ignore[call-overload]
-    digest = hashlib.sha256(inspect.getsource(epoch).encode())
+    digest = hashlib.sha256(f"{inspect.getsource(epoch)}{inspect.getsource(packing)}".encode())
     # another NumPy may permute otherwise: NEP 19 fixes no streams of its generators
     digest.update(json.dumps([make.__name__, np.__version__, str(lengths.dtype), plain], sort_keys=True).encode())
     digest.update(lengths.tobytes())

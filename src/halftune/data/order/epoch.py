@@ -1,4 +1,4 @@
-"""The order of an epoch: samples to rows (best-fit-decreasing bin packing), rows to global batches.
+"""The order of an epoch: samples to rows, packed or not, and rows to global batches.
 
 Independent of the number of processes, of workers and of micro-batches.
 """
@@ -11,79 +11,7 @@ from typing import NamedTuple, TypeVar, overload
 
 import numpy as np
 
-
-def best_fit_decreasing(lengths: Sequence[int] | np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pack items into bins: longest first, each into the fullest bin with enough room.
-
-    Items of equal length are placed together. Bins are found by the lowest set bit of an integer whose bit *r*
-    says that a bin with *r* free tokens exists.
-
-    Args:
-        lengths: int[N], tokens per item, 1 … capacity.
-        capacity: tokens per bin.
-
-    Returns:
-        int64[N], the items bin by bin, in the order in which the bins were opened and filled; and int64[B + 1], the
-        first item of each bin.
-
-    Raises:
-        ValueError: an item is longer than ``capacity``, or empty.
-    """
-    sizes = np.asarray(lengths, dtype=np.int64)
-    if len(sizes) and (sizes.max() > capacity or sizes.min() < 1):
-        raise ValueError(f"lengths must be 1 to {capacity}, not {sizes.min()} to {sizes.max()}")
-    values, counts = (array[::-1].tolist() for array in np.unique(sizes, return_counts=True))
-    bins, runs = _placed(values, counts, capacity)
-    bin_of = np.repeat(np.array(bins, dtype=np.int64), np.array(runs, dtype=np.int64))
-    items = np.argsort(-sizes, kind="stable")[np.argsort(bin_of, kind="stable")]
-    return items, _offsets(np.bincount(bin_of))
-
-
-def _placed(values: Sequence[int], counts: Sequence[int], capacity: int) -> tuple[list[int], list[int]]:
-    """The bin of each run of items of equal length, and the number of items in the run.
-
-    Args:
-        values, counts: the lengths, descending, and how many items have each.
-        capacity: tokens per bin.
-    """
-    bins, runs, opened = list[int](), list[int](), 0
-    by_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # room left → bins
-    open_rooms = 0  # bit r: by_room[r] is not empty
-    for length, waiting in zip(values, counts, strict=True):
-        while waiting:
-            fitting = open_rooms >> length
-            if fitting:
-                room = length + (fitting & -fitting).bit_length() - 1
-                index = by_room[room].pop()
-                if not by_room[room]:
-                    open_rooms &= ~(1 << room)
-            else:
-                room, index, opened = capacity, opened, opened + 1
-            # A bin with room for another item of this length is still the fullest such bin.
-            placed = min(room // length, waiting)
-            waiting -= placed
-            bins.append(index)
-            runs.append(placed)
-            left = room - length * placed
-            by_room[left].append(index)
-            open_rooms |= 1 << left
-    return bins, runs
-
-
-def _offsets(counts: np.ndarray) -> np.ndarray:
-    """int64[N + 1]: first element of each of N groups with these counts."""
-    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-
-
-def _moved(offsets: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Put groups of elements into another order.
-
-    Returns:
-        The old index of each element, and the new offsets.
-    """
-    counts, moved = np.diff(offsets)[order], _offsets(np.diff(offsets)[order])
-    return np.repeat(offsets[:-1][order] - moved[:-1], counts) + np.arange(moved[-1]), moved
-
+from halftune.data.order.packing import best_fit_decreasing, moved
 
 MULTIPLE = 8  # tensor cores need sizes that are multiples of 8
 # Number of global batches whose samples are sorted by length together, as in transformers' length-grouped sampler.
@@ -234,7 +162,7 @@ def epoch_rows(
     if split:
         return _filled(sizes, order, capacity)
     items, offsets = best_fit_decreasing(sizes[order], capacity)
-    places, offsets = _moved(offsets, random.permutation(len(offsets) - 1))
+    places, offsets = moved(offsets, random.permutation(len(offsets) - 1))
     return _whole(order[items[places]], sizes, offsets)
 
 
@@ -272,14 +200,14 @@ def padded_batches(lengths: np.ndarray, rule: BatchRule, *, epoch: int, seed: in
         order = _sorted_in_groups(order, sizes, rule)
     edges = _edges(sizes[order], rule)
     if rule.grouped:
-        places, edges = _moved(edges, random.permutation(len(edges) - 1))
+        places, edges = moved(edges, random.permutation(len(edges) - 1))
         order = order[places]
     order = order[np.lexsort((-sizes[order], np.repeat(np.arange(len(edges) - 1), np.diff(edges))))]
     if epoch == 0 and len(sizes):
         swapped = np.arange(len(edges) - 1)
         dearest = int(np.argmax(_costs(sizes[order], edges, rule)))
         swapped[[0, dearest]] = dearest, 0
-        places, edges = _moved(edges, swapped)
+        places, edges = moved(edges, swapped)
         order = order[places]
     return BatchOrder(_whole(order, sizes), edges)
 

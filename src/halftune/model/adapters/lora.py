@@ -18,8 +18,8 @@ from transformers.pytorch_utils import Conv1D
 from halftune.config.sections.model import LoraAdapter, PeftAdapter
 from halftune.core.errors import ConfigError
 from halftune.model.adapters import cast_adapter, share_tied
+from halftune.model.adapters.all_linear import without_routers
 from halftune.model.adapters.peft_experts import mistaken_for_experts, unchanged_targets
-from halftune.model.adapters.targets import without_routers
 from halftune.model.files.architectures import ignore_peft_warnings
 from halftune.model.load.towers import towers_of
 from halftune.model.tokenizer.vocabulary import tied_names, vocabulary_modules

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from halftune.config.sections.model import PeftAdapter
 from halftune.core.errors import ConfigError
 from halftune.model.adapters import cast_adapter, share_tied
+from halftune.model.adapters.all_linear import linear_layers
 from halftune.model.adapters.lora import find_modules_to_save, find_targets, task_type
-from halftune.model.adapters.targets import linear_layers
 from halftune.model.files.architectures import ignore_peft_warnings
 from halftune.model.load.towers import towers_of
 from halftune.model.tokenizer.vocabulary import tied_names

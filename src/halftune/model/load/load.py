@@ -17,10 +17,10 @@ from halftune.model.attention.qk_dtype import cast_qk_to_compute_dtype
 from halftune.model.attention.register import current_guard, guard_imported_kernels, register_attention
 from halftune.model.files.architectures import is_multimodal, read_config, remote_class, runs_its_code
 from halftune.model.files.locate import locate
-from halftune.model.load.checkpoint import Loading, check_complete, read
 from halftune.model.load.lazy_weights import LazyWeights
 from halftune.model.load.own_dtypes import mark_kept_by_code
 from halftune.model.load.quantised.formats import compute_as_planned
+from halftune.model.load.read_weights import Loading, check_complete, read
 from halftune.model.load.remote_code import accept_arguments_of_peft
 from halftune.model.load.runtime_buffers import compute_in_fp32
 from halftune.model.load.tower_attention import guard_towers

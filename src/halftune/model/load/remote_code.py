@@ -17,7 +17,7 @@ from halftune.core.errors import HalftuneError, ModelError
 from halftune.core.log import get_logger
 from halftune.model.files.architectures import remote_class
 from halftune.plan import Plan
-from halftune.precision.record.sources import written_in
+from halftune.precision.record.remote_files import written_in
 
 BUILT = "the model cannot be built"
 

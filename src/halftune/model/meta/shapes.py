@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
 from halftune.core.errors import HalftuneError
-from halftune.model.adapters.targets import linear_layers
+from halftune.model.adapters.all_linear import linear_layers
 from halftune.model.attention.packing_check import silent
 from halftune.model.files.architectures import multimodal_auto, own_architectures
 from halftune.model.files.load_errors import LOAD_ERRORS, first_line

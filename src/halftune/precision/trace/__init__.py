@@ -1,4 +1,4 @@
-"""Finds the line that promoted a tensor: runs a model under the plan's autocast and records torch calls.
+"""Runs a model without weights under the plan's autocast, and makes findings of the promotions on its way.
 
 In: a model without weights and its plan.
 Out: the chain of steps from the promoting line to attention.

@@ -19,7 +19,7 @@ from halftune.precision.dtypes import torch_dtype
 from halftune.precision.guard import computing_dtype, returned
 from halftune.precision.rebind import EntryPoint, Scope, fla_operators, installed
 from halftune.precision.record.recorder import Recorder
-from halftune.precision.record.sources import written_in
+from halftune.precision.record.remote_files import written_in
 from halftune.precision.record.steps import HALF, Step, first_promotion, shown
 from halftune.precision.trace.cuda_rules import cuda_autocast_rules
 from halftune.precision.trace.flash_stubs import STUBS

@@ -1,4 +1,7 @@
-"""Save and load checkpoints: safetensors and JSON; the manifest, written last, marks them complete."""
+"""Save and load checkpoints: safetensors and JSON. The manifest ``checkpoint.json``, written last, marks them complete.
+
+A checkpoint is written as ``.NAME.writing`` beside its place, and renamed (``core.atomic``).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from halftune.core.processes import heartbeat
 from halftune.model.result.save import load_trainable_state, trainable_state
 from halftune.train.numeric_environment import numeric_environment
 from halftune.train.run_folder.checkpoints import INITIAL, OPTIMIZER, PREFIX, STATE, TRAINABLE, state_of
-from halftune.train.run_folder.folder import check_exists
+from halftune.train.run_folder.start_or_resume import check_exists
 from halftune.train.state import TrainState
 
 if TYPE_CHECKING:

@@ -1,4 +1,7 @@
-"""Resume a run: choose the checkpoint, check that the data is unchanged, move later checkpoints away."""
+"""Resume from a checkpoint: check that the data is unchanged, agree on the checkpoint, move later ones away.
+
+Whether a run starts, resumes or is finished: ``train.run_folder.start_or_resume``.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ from halftune.train.callbacks.metrics import MetricsFile
 from halftune.train.checkpoint.checkpoint import read_state
 from halftune.train.parallel.processes import barrier
 from halftune.train.run_folder.checkpoints import find_damage, folders, newest_valid, step_of
-from halftune.train.run_folder.folder import RunFolder, move_aside
 from halftune.train.run_folder.metrics import NAME as METRICS
+from halftune.train.run_folder.start_or_resume import RunFolder, move_aside
 from halftune.train.state import TrainState
 
 log = get_logger(__name__)

@@ -1,4 +1,7 @@
-"""What happens where memory runs out: how that is recognised, which batch still fits, and what is said."""
+"""Out of memory: how it is recognised, which batch still fits, what is said.
+
+Caught in ``train.loop.stepper``; ``train.loop.recovery`` decides what follows.
+"""
 
 from __future__ import annotations
 

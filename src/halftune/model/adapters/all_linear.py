@@ -1,4 +1,7 @@
-"""Resolves ``all-linear``: excludes routers, layers that peft refuses, and modules that are trained in full."""
+"""Resolves ``all-linear`` in a model: excludes routers, layers that peft refuses, and modules trained in full.
+
+The plan counts the same targets from names and shapes (``plan.weights.targets``).
+"""
 
 from __future__ import annotations
 

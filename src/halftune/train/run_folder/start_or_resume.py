@@ -1,4 +1,4 @@
-"""The run folder: what a run is, written down, and whether a new one may go there."""
+"""Whether a run starts in its folder, resumes there or is finished; and what a run is, written down."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from halftune.model.load.towers import for_parts
 from halftune.model.load.weight_range import RangeCheck
 from halftune.plan import Plan
 from halftune.precision.dtypes import torch_dtype
-from halftune.precision.record.sources import brought_code
+from halftune.precision.record.remote_files import brought_code
 
 log = get_logger(__name__)
 _OUTPUT_LAYER = re.compile(r"(lm_head|embed_out|output)\.")

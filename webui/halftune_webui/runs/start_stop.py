@@ -15,8 +15,8 @@ from halftune.core.errors import ConfigError, HalftuneError, TrainingError
 from halftune.core.files import open_file
 from halftune.core.processes.process import send
 from halftune.core.status import NAME, read_status
-from halftune.train.run_folder.folder import holds_results
 from halftune.train.run_folder.lock import locked
+from halftune.train.run_folder.start_or_resume import holds_results
 from halftune_webui.paths import inside
 from halftune_webui.runs import queue
 from halftune_webui.runs.detached import launch
