@@ -85,7 +85,7 @@ def start(kernel: Any, grid: tuple[int, ...], config: Config, *args: Any, **cons
 # Modules whose kernels form products one after the other, each from the last one's result.
 _CHAINED = frozenset(
     f"halftune_kernels.{name}"
-    for name in ("delta_kernels", *(f"ops.{one}.kernels" for one in ("gated_delta_rule", "kda", "rwkv7", "ssd")))
+    for name in ("scan.delta_kernels", *(f"ops.{one}.kernels" for one in ("gated_delta_rule", "kda", "rwkv7", "ssd")))
 )
 _SYNCHRONOUS = {90: "DISABLE_MMA_V3"}
 

@@ -51,13 +51,13 @@ def pair_decays(b, f, keep):
 
 
 @triton.jit
-def state_decays(sums, parts, b, f, row, left, HV: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr):
+def state_decays(sums, parts, b, f, row, left, live, HV: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr):
     """exp2 of the decay through each row and after each row [C], 0 where there is none, and of the whole chunk."""
     end = row + (tl.minimum(C, left) - 1) * HV
     last, last_part = tl.load(b + end), 0.0
     if PARTS:
         last_part = tl.load(f + end)
-    after = tl.where(tl.arange(0, C) < left, tl.exp2((last - sums) + (last_part - parts)), 0.0)
+    after = tl.where(live, tl.exp2((last - sums) + (last_part - parts)), 0.0)
     return tl.exp2(sums + parts), after, tl.exp2(last + last_part)
 
 
@@ -85,7 +85,7 @@ def decay_gradient(dgate, through, after, held, C: tl.constexpr):
 def chunk_decays(b, f, now, HV: tl.constexpr, C: tl.constexpr):
     """`state_decays` of a chunk of a scan."""
     sums, parts = load_sums(b, f, now.by_row, now.live, True)
-    return state_decays(sums, parts, b, f, now.row, now.left, HV, C, True)
+    return state_decays(sums, parts, b, f, now.row, now.left, now.live, HV, C, True)
 
 
 @triton.jit
@@ -162,7 +162,7 @@ def at_hand(tile, PRECISION: tl.constexpr):
 
 
 class Chunk(NamedTuple):
-    """One chunk of a scan: what every scan reads, offsets of its rows, and which of them exist."""
+    """One chunk of a scan: offsets of its rows, and which of them exist."""
 
     number: tl.tensor
     left: tl.tensor  # rows from here to the segment's end
@@ -176,27 +176,23 @@ class Chunk(NamedTuple):
     in_v: tl.tensor
     at_c: tl.tensor  # in [rows, HV, C]
     in_c: tl.tensor
-    q: Tile
-    k: Tile
-    p: Tile
 
 
 @triton.jit
 def scan_chunk(
-    here, place, q, k, p, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    here, place, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Chunk ``place`` of the segment of a scan."""
+    """Chunk ``place`` of the segment of a scan.
+
+    The scan loads the tiles itself: each in another order, for a change of it costs some of them 50 registers."""
     base, left, c = tl.cast(here.first + place * C, tl.int64), here.length - place * C, tl.arange(0, C)
     row, key = base * HV + here.head, base * H + here.head // (HV // H)
     live = place * C + c < here.length  # c < left is the same, but compiles to 254 registers where 176 do
     at_k, in_k = key * K + c[:, None] * (H * K) + here.kk[None, :], live[:, None] & (here.kk < K)[None, :]
     at_v, in_v = row * V + c[:, None] * (HV * V) + here.vv[None, :], live[:, None] & (here.vv < V)[None, :]
     at_c, in_c = row * C + c[:, None] * (HV * C) + c[None, :], live[:, None]
-    tile_q, tile_k, tile_p = load_tile(q, at_k, in_k), load_tile(k, at_k, in_k), load_tile(p, at_c, in_c)
     by_row, by_key = row + c * HV, key + c * H
-    return Chunk(
-        here.chunk + place, left, row, by_row, by_key, live, at_k, in_k, at_v, in_v, at_c, in_c, tile_q, tile_k, tile_p
-    )
+    return Chunk(here.chunk + place, left, row, by_row, by_key, live, at_k, in_k, at_v, in_v, at_c, in_c)
 
 
 @triton.jit

@@ -186,13 +186,14 @@ def scan_forward(
     """All chunks of one segment and head, BV columns of the values; keeps N and the entering states if asked."""
     here, s = begin_scan(table, initial, HV, K, V, BK, BV)
     for place in range(tl.cdiv(here.length, C)):
-        now = scan_chunk(here, place, q, k, p, HV, HV, K, V, C)
-        bw = load_tile(w, now.at_k, now.in_k)
+        now = scan_chunk(here, place, HV, HV, K, V, C)
+        bq, bw = load_tile(q, now.at_k, now.in_k), load_tile(w, now.at_k, now.in_k)
+        bk, bp = load_tile(k, now.at_k, now.in_k), load_tile(p, now.at_c, now.in_c)
         store_state(states, now.number, here, s, HV, K, V)
         half = s.to(q.dtype.element_ty)
         fresh = tl.load(u + now.at_v, mask=now.in_v, other=0.0).to(tl.float32)
         fresh = tl.dot(at_hand(bw, PRECISION), half, fresh, input_precision=PRECISION)
-        out = tl.dot(at_hand(now.q, PRECISION), half, input_precision=PRECISION)
+        out = tl.dot(at_hand(bq, PRECISION), half, input_precision=PRECISION)
         s = s * _whole(whole, now.number, here, HV, K)
         if v is not None:
             bv = tl.load(v + now.at_v, mask=now.in_v, other=0.0)
@@ -201,11 +202,11 @@ def scan_forward(
             bk2 = tl.load(k2 + now.at_k, mask=now.in_k, other=0.0)
             s = tl.dot(tl.trans(bk2), bv, s, input_precision=PRECISION)
         bn = fresh.to(half.dtype)
-        out = tl.dot(at_hand(now.p, PRECISION), bn, out, input_precision=PRECISION)
+        out = tl.dot(at_hand(bp, PRECISION), bn, out, input_precision=PRECISION)
         tl.store(o + now.at_v, out.to(o.dtype.element_ty), mask=now.in_v)
         if states is not None:
             tl.store(new + now.at_v, bn, mask=now.in_v)
-        s = tl.dot(tl.trans(at_hand(now.k, PRECISION)), bn, s, input_precision=PRECISION)
+        s = tl.dot(tl.trans(at_hand(bk, PRECISION)), bn, s, input_precision=PRECISION)
     store_state(final, here.segment, here, s, HV, K, V)
 
 
@@ -219,15 +220,16 @@ def scan_backward(
     here, ds = begin_scan(table, dfinal, HV, K, V, BK, BV)
     count = tl.cdiv(here.length, C)
     for done in range(count):
-        now = scan_chunk(here, count - 1 - done, q, k, p, HV, HV, K, V, C)
-        bw = load_tile(w, now.at_k, now.in_k)
+        now = scan_chunk(here, count - 1 - done, HV, HV, K, V, C)
+        bq, bw = load_tile(q, now.at_k, now.in_k), load_tile(w, now.at_k, now.in_k)
+        bk, bp = load_tile(k, now.at_k, now.in_k), load_tile(p, now.at_c, now.in_c)
         bo = tl.load(do + now.at_v, mask=now.in_v, other=0.0)
         store_state(dstates, now.number, here, ds, HV, K, V)
-        bn = tl.dot(tl.trans(at_hand(now.p, PRECISION)), bo, input_precision=PRECISION)
-        bn = tl.dot(at_hand(now.k, PRECISION), ds.to(bo.dtype), bn, input_precision=PRECISION).to(bo.dtype)
+        bn = tl.dot(tl.trans(at_hand(bp, PRECISION)), bo, input_precision=PRECISION)
+        bn = tl.dot(at_hand(bk, PRECISION), ds.to(bo.dtype), bn, input_precision=PRECISION).to(bo.dtype)
         tl.store(dn + now.at_v, bn, mask=now.in_v)
         ds = ds * _whole(whole, now.number, here, HV, K)
-        ds = tl.dot(tl.trans(at_hand(now.q, PRECISION)), bo, ds, input_precision=PRECISION)
+        ds = tl.dot(tl.trans(at_hand(bq, PRECISION)), bo, ds, input_precision=PRECISION)
         ds = tl.dot(tl.trans(at_hand(bw, PRECISION)), bn, ds, input_precision=PRECISION)
     store_state(dinitial, here.segment, here, ds, HV, K, V)
 

@@ -166,23 +166,24 @@ def scan_forward(
     here, s = begin_scan(table, initial, HV, K, V, BK, BV)
     kind = k.dtype.element_ty
     for place in range(tl.cdiv(here.length, C)):
-        now = scan_chunk(here, place, q, k, p, H, HV, K, V, C)
+        now = scan_chunk(here, place, H, HV, K, V, C)
+        bk, bq = load_tile(k, now.at_k, now.in_k), load_tile(q, now.at_k, now.in_k)
         nk, nq = row_factor(rk, now.by_key, now.live), row_factor(rq, now.by_key, now.live) * scale
         bv = tl.load(v + now.at_v, mask=now.in_v, other=0.0).to(tl.float32)
-        bt = load_tile(t, now.at_c, now.in_c)
+        bt, bp = load_tile(t, now.at_c, now.in_c), load_tile(p, now.at_c, now.in_c)
         e, left, whole = chunk_decays(b, f, now, HV, C)
         bb = row_factor(beta, now.by_row, now.live)
         store_state(states, now.number, here, s, HV, K, V)
         half = s.to(kind)
-        x = bb[:, None] * (bv - (e * nk)[:, None] * tl.dot(at_hand(now.k, PRECISION), half, input_precision=PRECISION))
+        x = bb[:, None] * (bv - (e * nk)[:, None] * tl.dot(at_hand(bk, PRECISION), half, input_precision=PRECISION))
         fresh = tl.dot(at_hand(bt, PRECISION), x.to(kind), input_precision=PRECISION)
-        out = (e * nq)[:, None] * tl.dot(at_hand(now.q, PRECISION), half, input_precision=PRECISION)
-        out += tl.dot(at_hand(now.p, PRECISION), fresh.to(kind), input_precision=PRECISION)
+        out = (e * nq)[:, None] * tl.dot(at_hand(bq, PRECISION), half, input_precision=PRECISION)
+        out += tl.dot(at_hand(bp, PRECISION), fresh.to(kind), input_precision=PRECISION)
         tl.store(o + now.at_v, out.to(o.dtype.element_ty), mask=now.in_v)
         if states is not None:
             tl.store(new + now.at_v, fresh.to(new.dtype.element_ty), mask=now.in_v)
         kept = (fresh * (left * nk)[:, None]).to(kind)
-        s = s * whole + tl.dot(tl.trans(at_hand(now.k, PRECISION)), kept, input_precision=PRECISION)
+        s = s * whole + tl.dot(tl.trans(at_hand(bk, PRECISION)), kept, input_precision=PRECISION)
     store_state(final, here.segment, here, s, HV, K, V)
 
 
@@ -197,26 +198,27 @@ def scan_backward(
     kind = k.dtype.element_ty
     count = tl.cdiv(here.length, C)
     for done in range(count):
-        now = scan_chunk(here, count - 1 - done, q, k, p, H, HV, K, V, C)
+        now = scan_chunk(here, count - 1 - done, H, HV, K, V, C)
+        bk, bq = load_tile(k, now.at_k, now.in_k), load_tile(q, now.at_k, now.in_k)
         nk, nq = row_factor(rk, now.by_key, now.live), row_factor(rq, now.by_key, now.live) * scale
         bo = tl.load(do + now.at_v, mask=now.in_v, other=0.0)
-        bt = load_tile(t, now.at_c, now.in_c)
+        bt, bp = load_tile(t, now.at_c, now.in_c), load_tile(p, now.at_c, now.in_c)
         e, left, whole = chunk_decays(b, f, now, HV, C)
         bb = row_factor(beta, now.by_row, now.live)
         store_state(dstates, now.number, here, ds, HV, K, V)
-        dn = (left * nk)[:, None] * tl.dot(at_hand(now.k, PRECISION), ds.to(kind), input_precision=PRECISION)
-        dn += tl.dot(tl.trans(at_hand(now.p, PRECISION)), bo, input_precision=PRECISION)
+        dn = (left * nk)[:, None] * tl.dot(at_hand(bk, PRECISION), ds.to(kind), input_precision=PRECISION)
+        dn += tl.dot(tl.trans(at_hand(bp, PRECISION)), bo, input_precision=PRECISION)
         bx = tl.dot(tl.trans(at_hand(bt, PRECISION)), dn.to(kind), input_precision=PRECISION)
         tl.store(dx + now.at_v, bx.to(dx.dtype.element_ty), mask=now.in_v)
         bx = bx * bb[:, None]
         tl.store(dv + now.at_v, bx.to(dv.dtype.element_ty), mask=now.in_v)
         ds = ds * whole
         ds += tl.dot(
-            tl.trans(at_hand(now.q, PRECISION)),
+            tl.trans(at_hand(bq, PRECISION)),
             (bo.to(tl.float32) * (e * nq)[:, None]).to(kind),
             input_precision=PRECISION,
         )
-        ds -= tl.dot(tl.trans(at_hand(now.k, PRECISION)), (bx * (e * nk)[:, None]).to(kind), input_precision=PRECISION)
+        ds -= tl.dot(tl.trans(at_hand(bk, PRECISION)), (bx * (e * nk)[:, None]).to(kind), input_precision=PRECISION)
     store_state(dinitial, here.segment, here, ds, HV, K, V)
 
 
@@ -283,7 +285,7 @@ def chunk_backward(
     m += (tl.where(c[:, None] < c[None, :], -mt * above, 0.0) * (bb * nk)[None, :]).to(q.dtype.element_ty)
 
     sums, parts, bb, nq, nk = _row_factors(b, f, beta, rq, rk, by_row, by_key, live, PRECISION)
-    e, left, whole = state_decays(sums, parts, b, f, row, left_rows, HV, C, PRECISION == "tf32x3")
+    e, left, whole = state_decays(sums, parts, b, f, row, left_rows, live, HV, C, PRECISION == "tf32x3")
     db, written, held = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32), 0.0
     for tile in range(0, keys, TK):
         kk = tile + tl.arange(0, TK)

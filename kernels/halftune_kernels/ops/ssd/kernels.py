@@ -24,6 +24,7 @@ from halftune_kernels.scan.chunk_kernels import (
     decay_sums,
     load_rows,
     load_sums,
+    load_tile,
     pair_decays,
     row_factor,
     scan_chunk,
@@ -71,15 +72,17 @@ def scan_forward(
     """All chunks of one segment and head, BV columns of the values; keeps the entering states if asked."""
     here, s = begin_scan(table, initial, HV, K, V, BK, BV)
     for place in range(tl.cdiv(here.length, C)):
-        now = scan_chunk(here, place, q, k, p, H, HV, K, V, C)
+        now = scan_chunk(here, place, H, HV, K, V, C)
+        bk, bq = load_tile(k, now.at_k, now.in_k), load_tile(q, now.at_k, now.in_k)
         bv = _weighted(tl.load(v + now.at_v, mask=now.in_v, other=0.0), w, now.by_row, now.live)
+        bp = load_tile(p, now.at_c, now.in_c)
         e, left, whole = chunk_decays(b, f, now, HV, C)
         store_state(states, now.number, here, s, HV, K, V)
-        out = (e * scale)[:, None] * tl.dot(at_hand(now.q, PRECISION), s.to(bv.dtype), input_precision=PRECISION)
-        out += tl.dot(at_hand(now.p, PRECISION), bv, input_precision=PRECISION)
+        out = (e * scale)[:, None] * tl.dot(at_hand(bq, PRECISION), s.to(bv.dtype), input_precision=PRECISION)
+        out += tl.dot(at_hand(bp, PRECISION), bv, input_precision=PRECISION)
         tl.store(o + now.at_v, out.to(o.dtype.element_ty), mask=now.in_v)
         kept = (bv.to(tl.float32) * left[:, None]).to(bv.dtype)
-        s = s * whole + tl.dot(tl.trans(at_hand(now.k, PRECISION)), kept, input_precision=PRECISION)
+        s = s * whole + tl.dot(tl.trans(at_hand(bk, PRECISION)), kept, input_precision=PRECISION)
     store_state(final, here.segment, here, s, HV, K, V)
 
 
@@ -93,19 +96,21 @@ def scan_backward(
     here, ds = begin_scan(table, dfinal, HV, K, V, BK, BV)
     count = tl.cdiv(here.length, C)
     for done in range(count):
-        now = scan_chunk(here, count - 1 - done, q, k, p, H, HV, K, V, C)
+        now = scan_chunk(here, count - 1 - done, H, HV, K, V, C)
+        bk, bq = load_tile(k, now.at_k, now.in_k), load_tile(q, now.at_k, now.in_k)
         bo = tl.load(do + now.at_v, mask=now.in_v, other=0.0)
+        bp = load_tile(p, now.at_c, now.in_c)
         e, left, whole = chunk_decays(b, f, now, HV, C)
         store_state(dstates, now.number, here, ds, HV, K, V)
-        bx = left[:, None] * tl.dot(at_hand(now.k, PRECISION), ds.to(bo.dtype), input_precision=PRECISION)
-        bx += tl.dot(tl.trans(at_hand(now.p, PRECISION)), bo, input_precision=PRECISION)
+        bx = left[:, None] * tl.dot(at_hand(bk, PRECISION), ds.to(bo.dtype), input_precision=PRECISION)
+        bx += tl.dot(tl.trans(at_hand(bp, PRECISION)), bo, input_precision=PRECISION)
         if w is not None:
             bv = tl.load(v + now.at_v, mask=now.in_v, other=0.0).to(tl.float32)
             tl.store(dws + tl.cast(here.part, tl.int64) * rows * HV + now.by_row, tl.sum(bx * bv, 1), mask=now.live)
             bx = bx * row_factor(w, now.by_row, now.live)[:, None]
         tl.store(dv + now.at_v, bx.to(dv.dtype.element_ty), mask=now.in_v)
         kept = (bo.to(tl.float32) * (e * scale)[:, None]).to(bo.dtype)
-        ds = ds * whole + tl.dot(tl.trans(at_hand(now.q, PRECISION)), kept, input_precision=PRECISION)
+        ds = ds * whole + tl.dot(tl.trans(at_hand(bq, PRECISION)), kept, input_precision=PRECISION)
     store_state(dinitial, here.segment, here, ds, HV, K, V)
 
 
@@ -144,7 +149,7 @@ def chunk_backward(
     dgate = between(p * met, C)
     p = p.to(q.dtype.element_ty)
 
-    e, left, whole = state_decays(sums, parts, b, f, row, left_rows, HV, C, PRECISION == "tf32x3")
+    e, left, whole = state_decays(sums, parts, b, f, row, left_rows, live, HV, C, PRECISION == "tf32x3")
     e = e * scale
     db, written, held = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32), 0.0
     for tile in range(0, BK, TK):
