@@ -13,7 +13,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "halftune"
 TAGS = {"adapter.type", "method.type", *(f"model.tokens.special.{role}" for role in ("bos", "eos", "pad"))}
 TAGS |= {f"method.teacher{key}" for key in ("", ".revision", ".quantization")}  # read by Method.teacher_model
 # Loads the recipes that a recipe builds on; the verbs ask it.
-READER = "of_recipe.py"
+READER = "recipe_facts.py"
 # Further names under which code holds a section.
 ALIASES = {"", "config", "run"}, {"section", "source"}
 

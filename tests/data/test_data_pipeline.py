@@ -80,7 +80,7 @@ def test_large_data_give_the_same_as_small(tokenizer, make_config, write, monkey
     config = make_config({"path": write(ROWS), "samples": 50}, cache=False)
     before = prepare(config, tokenizer)
     monkeypatch.setattr("halftune.data.readers.rows.LARGE", 0)
-    monkeypatch.setattr("halftune.data.order.epoch.LARGE", 0)
+    monkeypatch.setattr("halftune.data.order.cache.LARGE", 0)
     monkeypatch.setattr(pipeline, "WRITTEN", 7)
     cached = config.model_copy(update={"data": config.data.model_copy(update={"cache": True})})
     for run in (config, cached, cached):
@@ -94,7 +94,7 @@ def test_an_order_is_computed_once(own_cache, monkeypatch):
     from halftune.data.order.cache import ordered
     from halftune.data.order.epoch import BatchRule, epoch_rows, padded_batches
 
-    monkeypatch.setattr("halftune.data.order.epoch.LARGE", 0)
+    monkeypatch.setattr("halftune.data.order.cache.LARGE", 0)
     lengths, calls = np.random.default_rng(0).integers(1, 33, size=300), []
 
     def rows(lengths, **arguments):
@@ -353,6 +353,14 @@ def test_the_command_works_before_the_recipe_it_depends_on_has_run(tmp_path, mon
     assert tokenizer_section(load_config(tmp_path / "second.yaml")).tokenizer is None
 
 
+def test_tokens_of_one_method_are_not_those_of_another(tokenizer, make_config, write):
+    rows = write(ROWS)
+    assert prepare(make_config(rows), tokenizer).train
+    with pytest.raises(DataError) as refused:
+        prepare(make_config(rows, method="dpo"), tokenizer)
+    assert refused.value.code == "data.preference_pairs"
+
+
 def test_tokens_are_made_anew_when_the_code_that_makes_them_changes(tokenizer, tmp_path, monkeypatch):
     def key():
         cache.code_of.cache_clear()
@@ -364,15 +372,15 @@ def test_tokens_are_made_anew_when_the_code_that_makes_them_changes(tokenizer, t
     monkeypatch.setattr(cache, "PACKAGE", room)
     assert key() == before
     (room / "__pycache__").mkdir()
-    (room / "__pycache__/mask.pyc").write_bytes(b"1")
+    (room / "__pycache__/report.pyc").write_bytes(b"1")
     assert key() == before
-    for name in ("mask.py", "formats/turns.py"):
+    for name in ("report.py", "formats/turns.py"):
         text = (room / name).read_text()
         (room / name).write_text(text + "# changed\n")
         assert key() != before
         (room / name).write_text(text)
     assert key() == before
-    (room / "mask.py").rename(room / "mark.py")
+    (room / "report.py").rename(room / "reports.py")
     assert key() != before
 
 

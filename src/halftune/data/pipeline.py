@@ -222,6 +222,7 @@ def _source(
         parts = {
             "source": source.fingerprint,
             "settings": asdict(settings),
+            "method": config.method.type,  # it decides which formats are read
             "reading": section.model_dump(exclude={"weight", "name"}),
             "seed": seed if section.samples is not None else None,
         }
