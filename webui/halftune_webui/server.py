@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -147,7 +148,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.bind(address)
         listener.listen(128)
     except OSError as error:
-        remedy = "another --port" if "in use" in str(error) else "an address of this machine"
+        remedy = "another --port" if error.errno == errno.EADDRINUSE else "an address of this machine"
         what = f"cannot be listened on: {error.strerror}"
         raise ConfigError(what, where=f"{host}:{port}", remedy=remedy, code="webui.cannot_listen") from None
     return listener

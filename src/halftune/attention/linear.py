@@ -31,6 +31,7 @@ _OPERATORS = (  # as in `dispatch`
     *("causal_conv1d", "gated_rms_norm", "ssd", "gated_delta_rule", "kda", "rwkv7"),
     *("rms_norm", "gated_activation", "adapted_activation", "rope", "linear_cross_entropy", "float8_rows"),
 )
+_NO_FLA, _NO_TRITON = "flash-linear-attention is not installed", "triton is not installed"
 _OLDEST_FLA = (0, 2, 2)  # transformers silently ignores older versions
 
 
@@ -75,8 +76,8 @@ def _objections(hardware: Hardware, facts: ModelFacts) -> dict[str, str]:
 def _unavailable(asked: str, objections: dict[str, str]) -> PlanError:
     remedy = "use attention: {linear: auto}" + ("" if objections["torch"] else " or {linear: torch}")
     if asked == "fla":
-        installs = "not installed" in objections["fla"]
-        remedy += ", or install it" if installs else ", or another Triton version or device"
+        missing = objections["fla"] in (_NO_FLA, _NO_TRITON)
+        remedy += ", or install it" if missing else ", or another Triton version or device"
     what = f"{asked} is unavailable: {objections[asked]}"
     return PlanError(what, where="attention.linear", remedy=remedy, code="attention.backend_unavailable")
 
@@ -198,11 +199,11 @@ def _fla_objection(hardware: Hardware, facts: ModelFacts) -> str:
         return f"Triton emits no tensor-core instructions for {weak[0].name}"
     version = next(filter(None, map(hardware.version, LINEAR_PACKAGES)), None)
     if version is None:
-        return "flash-linear-attention is not installed"
+        return _NO_FLA
     if version_numbers(version) < _OLDEST_FLA:
         return f"flash-linear-attention {version} is older than {'.'.join(map(str, _OLDEST_FLA))}"
     triton = hardware.version("triton")
-    return "triton is not installed" if triton is None else _miscompiled(hardware, triton)
+    return _NO_TRITON if triton is None else _miscompiled(hardware, triton)
 
 
 def _miscompiled(hardware: Hardware, triton: str) -> str:
