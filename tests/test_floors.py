@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -38,7 +39,14 @@ FLOORS: dict[str, int] = {
     "halftune.api": 14,
 }
 ENTRY_POINTS = {"halftune", "halftune.__main__"}  # the version, and `python -m halftune`
-TORCH_FREE = ("halftune.core", "halftune.config", "halftune.hardware", "halftune.plan", "halftune.cli")
+TORCH_FREE = (
+    "halftune.core",
+    "halftune.config",
+    "halftune.convert",
+    "halftune.hardware",
+    "halftune.plan",
+    "halftune.cli",
+)
 HEAVY = {"torch", "transformers", "accelerate", "peft", "datasets", "gradio", "triton"}
 MOST_FILES = 17  # of a folder, __init__ included
 NO_PACKAGE = ("kernels", "webui", "configs", "scripts")
@@ -157,6 +165,34 @@ def test_a_package_can_be_surveyed(package: str) -> None:
     path = modules()[package]
     assert ast.get_docstring(tree_of(path)), f"{path}: say what comes in, what goes out, who may import it"
     assert len(list(path.parent.glob("*.py"))) <= MOST_FILES, f"{path.parent}: group its files"
+
+
+def importers_of(package: str) -> set[str]:
+    """The packages that import a package, and of its own top-level package the parts, as its docstring names them."""
+    own = package.split(".")[:2] if package.count(".") > 1 else [""]
+    found = set()
+    for module, targets in arrows().items():
+        parts = module.split(".")
+        if parts[: package.count(".") + 1] == package.split(".") or not any(
+            one == package or one.startswith(f"{package}.") for one in targets
+        ):
+            continue
+        if parts[0] == "halftune_webui":
+            inside = package.startswith("halftune_webui")
+            found.add(".".join(parts[1 : package.count(".") + 1]) if inside else parts[0])
+        else:
+            found.add(".".join(parts[1:3]) if parts[:2] == own else parts[1])
+    return found
+
+
+@pytest.mark.parametrize("package", sorted(name for name, path in modules().items() if path.name == "__init__.py"))
+def test_a_package_names_who_imports_it(package: str) -> None:
+    said = ast.get_docstring(tree_of(modules()[package])) or ""
+    _, named, line = said.partition("Imported by: ")
+    if package.startswith("halftune_kernels") or package.count(".") == 0 or "`" not in line:
+        return
+    assert named
+    assert set(re.findall(r"`([\w.]+)`", line)) == importers_of(package)
 
 
 @pytest.mark.parametrize("module", [name for name in sorted(modules()) if name.startswith(TORCH_FREE)])

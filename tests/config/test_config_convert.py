@@ -261,6 +261,21 @@ def test_preference_methods(framework: str, old: str, method: tuple[str, ...]) -
 
 
 @pytest.mark.parametrize(
+    ("framework", "old", "key"),
+    [
+        ("axolotl", "rl: dpo\nlabel_smoothing: 0.1", "label_smoothing"),
+        ("axolotl", "rl: ipo\nlabel_smoothing: 0.1", "label_smoothing"),
+        ("TRL", "loss_type: robust\ndpo_label_smoothing: 0.1", "dpo_label_smoothing"),
+    ],
+)
+def test_a_key_of_another_framework_is_not_taken_for_this_ones(framework: str, old: str, key: str) -> None:
+    keys = {line.split(":")[0] for line in old.split("\n")}
+    lines = [line for line in OLD[framework].split("\n") if line.split(":")[0] not in keys]
+    Path("old.yaml").write_text("\n".join([*lines, old]))
+    assert key in [note.key for note in convert_file(Path("old.yaml")).of("refused")]
+
+
+@pytest.mark.parametrize(
     ("framework", "old"),
     [
         ("axolotl", "rl: dpo\ndpo_use_weighting: true"),

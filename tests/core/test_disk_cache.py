@@ -43,7 +43,7 @@ def test_every_flipped_bit_is_seen(tmp_path: Path) -> None:
     assert disk_cache.stored(folder, make, load, "bytes") == make.content
 
 
-@pytest.mark.parametrize("wrong", [OSError, ValueError, EOFError, KeyError])
+@pytest.mark.parametrize("wrong", [OSError, ValueError, EOFError, KeyError, MemoryError])
 def test_an_entry_that_cannot_be_loaded_is_made_anew(tmp_path: Path, wrong: type[Exception]) -> None:
     make = Maker(b"new")
     assert disk_cache.write(tmp_path / "key", Maker(b"old"), "bytes")
@@ -63,3 +63,11 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     assert disk_cache.stored(tmp_path / "file" / "kind" / "key", make, load, "bytes") is None
     assert not disk_cache.write(tmp_path / "file" / "key", make, "bytes")
     assert not make.calls
+
+
+def test_a_folder_that_cannot_be_looked_at_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    assert disk_cache.read(tmp_path / "key", load, "bytes") is None

@@ -1,4 +1,9 @@
-"""The command line. A verb's module is imported only when the verb runs, so that help does not import torch."""
+"""The command line. A verb's module is imported only when the verb runs, so that help does not import torch.
+
+In: the command line.
+Out: an exit code; errors with their place, remedy and code.
+Imported by: `__main__`, `api`.
+"""
 
 from __future__ import annotations
 

@@ -2,5 +2,5 @@
 
 In: the values of a foreign config.
 Out: a recipe's text, and a report of what is equal, changed or refused.
-Imported by: `cli.verbs.convert`, the web UI.
+Imported by: `cli`.
 """

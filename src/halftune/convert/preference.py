@@ -39,7 +39,7 @@ def of_axolotl(draft: Draft) -> str:
     draft.follow("preference.axolotl_kto", "preference.precomputed")
     if kind in ("dpo", "ipo"):
         _losses(draft, "dpo_loss_type", "dpo_loss_weights")
-        draft.follow("preference.rpo", "preference.smoothing")
+        draft.follow("preference.rpo", "preference.axolotl_smoothing")
     draft.follow("preference.axolotl_parts")
     return draft.get("method.type")
 
@@ -101,7 +101,7 @@ def of_trl(draft: Draft) -> str:
         draft.move("loss_type", "method.loss", lambda _: alone)
     if method == "dpo":
         _losses(draft, "loss_type", "loss_weights")
-        draft.follow("preference.rpo", "preference.smoothing")
+        draft.follow("preference.rpo", "preference.trl_smoothing")
     draft.follow("preference.trl", "preference.precomputed", "preference.trl_parts", "preference.trl_refused")
     return method
 

@@ -2,5 +2,5 @@
 
 In: nothing of halftune.
 Out: functions that know of no model, run or config; no torch.
-Imported by: everything.
+Imported by: every package.
 """

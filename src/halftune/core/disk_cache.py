@@ -31,13 +31,13 @@ def read(folder: Path, load: Callable[[Path], T | None], what: str) -> T | None:
 
     Checksums are compared: a flipped bit would be another token or another number, without a word.
     """
-    if not folder.is_dir():
-        return None
-    wrong = damage(folder, thorough=True, marker=MANIFEST)
     try:
+        if not folder.is_dir():
+            return None
+        wrong = damage(folder, thorough=True, marker=MANIFEST)
         if not wrong:
             return load(folder)
-    except (OSError, ValueError, EOFError, LookupError) as error:
+    except (OSError, ValueError, EOFError, LookupError, MemoryError) as error:
         wrong = str(error)
     log.warning("corrupt %s in %s (%s): rebuilding", what, folder, wrong)
     return None

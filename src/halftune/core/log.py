@@ -14,7 +14,7 @@ from halftune.core.files import open_file
 from halftune.core.processes.process import ALONE, Process
 
 # Warnings of these modules depend on files and config only: all processes of a node would repeat them.
-_ALIKE = ("data", "model", "plan", "train.setup")
+_ALIKE = ("core.disk_cache", "data", "model", "plan", "train.setup")
 FILE_ONLY = {"file_only": True}  # log.info(…, extra=FILE_ONLY): not on the console
 
 

@@ -2,5 +2,5 @@
 
 In: a finished run.
 Out: a folder that other tools load.
-Imported by: `cli`, `certify`.
+Imported by: `api`, `cli`, `halftune_webui`.
 """

@@ -1,4 +1,10 @@
-"""A machine as frozen data: plans are made from these facts, never from a live device."""
+"""A machine as frozen data: plans are made from these facts, never from a live device.
+
+In: a live machine, or the name of a catalogued one.
+Out: `Hardware`, frozen data; bytes and rates.
+Imported by: `api`, `attention`, `bench`, `certify`, `cli`, `data`, `doctor`, `halftune_webui`, `launch`, `model`,
+    `plan`, `precision`, `train`.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 In: parameters, the ``training`` section.
 Out: an optimizer whose state has the planned dtype.
-Imported by: `train.setup`.
+Imported by: `bench`, `train`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,10 @@
 """The plan of a run: computed once, from data alone, and never revised below.
 
 ``resolve(config, hardware, facts)`` is pure: no weights, no device, no torch.
+
+In: a `RunConfig`, `Hardware`, `ModelFacts`.
+Out: a `Plan`, or every reason against it.
+Imported by: `api`, `bench`, `certify`, `cli`, `data`, `doctor`, `halftune_webui`, `model`, `train`.
 """
 
 from halftune.plan.explain import explain

@@ -1,6 +1,6 @@
 """Constraints: what parts of a run demand of its config and its model, before anything is decided.
 
-Each row takes a request and returns another one; no later decision rewrites the config.
+Each row takes a request and returns another one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,10 @@
 """Number formats: decided once (resolve), reported (report), enforced at run time (guard).
 
 ``PrecisionPlan`` holds the dtypes of a run, each with its reason.
+
+In: a config and a machine (to decide); a live model (to guard and report).
+Out: a `PrecisionPlan`; casts, warnings and reports of dtypes.
+Imported by: `bench`, `cli`, `doctor`, `export`, `infer`, `model`, `optim`, `plan`, `train`.
 """
 
 from __future__ import annotations

@@ -2,5 +2,5 @@
 
 In: a recipe's config, a machine description.
 Out: panels of the page. No torch, no device.
-Imported by: `tabs`, `recipes.state`.
+Imported by: `recipes`, `tabs`.
 """

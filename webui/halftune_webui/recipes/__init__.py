@@ -2,5 +2,5 @@
 
 In: text and changes of fields.
 Out: new text, which keeps comments; the form's state.
-Imported by: `tabs`, `runs`.
+Imported by: `runs`, `tabs`.
 """

@@ -1,4 +1,9 @@
-"""The tabs in their order: name (also of the label ``tabs.<name>``) → its builder, ``build(context) -> None``."""
+"""The tabs in their order: name (also of the label ``tabs.<name>``) → its builder, ``build(context) -> None``.
+
+In: the page's context.
+Out: Gradio components and their events.
+Imported by: `app`.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from halftune_webui.tabs.live import live
 
 _FETCHED = 100  # samples of one look, whose pages can be turned without another one
 _REMEMBERED = 8  # reports
-_MENDED_BY_COLUMNS = ("data.unknown_format", "data.bad_columns", "data.preference_pairs")
+_MENDED_BY_COLUMNS = ("data.unknown_format", "data.bad_columns")
 _QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
 
 

@@ -2,5 +2,5 @@
 
 In: parsed arguments.
 Out: an exit code.
-Imported by: `cli`, by name; `api`.
+Imported by: `api`.
 """

@@ -2,5 +2,6 @@
 
 In: text, ``key=value`` arguments.
 Out: a `Tree`: values, and file and line of each.
-Imported by: `config.load`, and what edits recipes.
+Imported by: `cli`, `config.facts`, `config.load`, `config.render`, `config.rules`, `config.validate`, `convert`,
+    `halftune_webui`, `model`.
 """

@@ -1,4 +1,9 @@
-"""Renders the resolved configuration as YAML, with the origin of each value; other files, its schema."""
+"""Renders the resolved configuration as YAML, with the origin of each value; other files, its schema.
+
+In: a `RunConfig` and the origins of its values.
+Out: YAML, a JSON Schema, the reference page.
+Imported by: `cli`, `convert`, `halftune_webui`, `train`.
+"""
 
 from __future__ import annotations
 

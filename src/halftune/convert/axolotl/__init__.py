@@ -2,5 +2,5 @@
 
 In: a `Draft` with axolotl's values.
 Out: the same draft with halftune's.
-Imported by: `convert`.
+Imported by: nothing directly; a table names its modules.
 """

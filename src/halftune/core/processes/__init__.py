@@ -2,5 +2,6 @@
 
 In: the environment, process IDs, untrusted calls.
 Out: identities, heartbeats, limits, failure files.
-Imported by: everything; it imports only `core`.
+Imported by: `bench`, `cli`, `config`, `core.atomic`, `core.log`, `core.manifest`, `core.status`, `data`,
+    `halftune_webui`, `launch`, `model`, `plan`, `train`.
 """

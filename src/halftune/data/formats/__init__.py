@@ -2,7 +2,8 @@
 
 In: a row, its format and columns.
 Out: a record: conversation, preference, rating, prompt or text (`conversation`).
-Imported by: the later stages of `data`.
+Imported by: `certify`, `data.encode`, `data.media`, `data.pipeline`, `data.preflight`, `data.readers`,
+    `data.report`, `data.stream`, `data.templates`.
 """
 
 from __future__ import annotations

@@ -2,5 +2,5 @@
 
 In: references in rows; a model's own processor.
 Out: placeholder tokens, and tensors for the forward pass.
-Imported by: `data.encode`, `train.batches`, `model.generate`. Only runs with images or audio.
+Imported by: `cli`, `data.encode`, `data.preflight`, `data.sources`, `infer`, `model`, `train`.
 """

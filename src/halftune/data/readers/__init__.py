@@ -2,5 +2,5 @@
 
 In: the path of a file.
 Out: `FileRows`: dicts, in memory or read again on each pass.
-Imported by: `data.sources` and what checks files.
+Imported by: `data.preflight`, `data.sources`, `data.stream`.
 """

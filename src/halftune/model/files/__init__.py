@@ -2,5 +2,6 @@
 
 In: a name, a folder.
 Out: folders, fingerprints, configurations.
-Imported by: the rest of `model`, and what opens results.
+Imported by: `certify`, `cli`, `doctor`, `export`, `infer`, `model.adapters`, `model.attention`, `model.generate`,
+    `model.load`, `model.meta`, `model.result`, `model.tokenizer`, `train`.
 """

@@ -12,7 +12,6 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
     PreTrainedConfig,
@@ -56,16 +55,6 @@ def ignore_peft_warnings() -> Iterator[None]:
 
 _CONFIGS: dict[str, type[PreTrainedConfig]] = {"rwkv7": RWKV7Config}
 assert set(_CONFIGS) == OWN
-
-
-def _register_rwkv7() -> None:
-    from halftune.model.rwkv7.modeling import RWKV7ForCausalLM  # whoever reads no RWKV-7 needs no operators
-
-    # the config class is the key, so no other registration is replaced
-    AutoModelForCausalLM.register(RWKV7Config, RWKV7ForCausalLM, exist_ok=True)
-
-
-RWKV7Config.before_use.append(_register_rwkv7)
 
 
 @contextmanager

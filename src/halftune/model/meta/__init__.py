@@ -2,5 +2,5 @@
 
 In: a config.json.
 Out: names and shapes; a module that computes nothing.
-Imported by: `config.facts` (in a child process), `doctor`, `bench.paper`, `certify`.
+Imported by: `bench`, `certify`, `doctor`.
 """

@@ -2,5 +2,5 @@
 
 In: a module, while it runs.
 Out: `Step`s that know their line.
-Imported by: `precision.guard`, `precision.trace`, and what reports a promotion.
+Imported by: `cli`, `doctor`, `model`, `precision.guard`, `precision.trace`.
 """

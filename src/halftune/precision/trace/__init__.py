@@ -2,5 +2,5 @@
 
 In: a model without weights and its plan.
 Out: the chain of steps from the promoting line to attention.
-Imported by: `doctor`, `certify`.
+Imported by: `bench`, `doctor`, `model`.
 """

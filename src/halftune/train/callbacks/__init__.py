@@ -2,7 +2,7 @@
 
 In: a run's state at every event.
 Out: files and lines; a reason to stop.
-Imported by: `train.trainer`.
+Imported by: `train.checkpoint`, `train.trainer`.
 """
 
 from __future__ import annotations

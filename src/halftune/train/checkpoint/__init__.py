@@ -2,5 +2,5 @@
 
 In: a `TrainState`.
 Out: folders whose manifest is written last; a restored state.
-Imported by: `train.trainer`, `train.setup`, `cli`.
+Imported by: `bench`, `cli`, `train.finish`, `train.save_restore`, `train.setup`, `train.trainer`.
 """

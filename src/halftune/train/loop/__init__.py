@@ -2,5 +2,5 @@
 
 In: a `TrainState` and micro-batches.
 Out: updated weights and `StepMetrics`.
-Imported by: `train.trainer`, `train.setup`; callbacks that compute with the model.
+Imported by: `bench`, `train.callbacks`, `train.reference`, `train.setup`, `train.trainer`.
 """

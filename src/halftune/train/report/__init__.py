@@ -2,5 +2,5 @@
 
 In: a run folder.
 Out: ``report.html``; series that the web UI draws, too.
-Imported by: `train.callbacks`, `cli`, the web UI.
+Imported by: `cli`, `halftune_webui`, `train.callbacks`.
 """

@@ -2,5 +2,5 @@
 
 In: signals of this process.
 Out: a request to stop, which the loop reads between steps.
-Imported by: `train.trainer`, `train.callbacks`, `cli`.
+Imported by: `bench`, `certify`, `cli`, `train.callbacks`, `train.finish`, `train.trainer`.
 """

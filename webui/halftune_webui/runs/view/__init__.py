@@ -2,5 +2,5 @@
 
 In: run folders.
 Out: parts of the page; everything that comes from a run is escaped.
-Imported by: `runs.controller`, `tabs`.
+Imported by: `hints`, `runs.controller`, `tabs.chat`, `tabs.choose`, `tabs.data`, `tabs.export`, `tabs.train`.
 """

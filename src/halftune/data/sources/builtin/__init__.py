@@ -1,4 +1,9 @@
-"""Builtin data sets: text of Python's standard library, and questions about it; facts about number formats."""
+"""Builtin data sets: text of Python's standard library, and questions about it; facts about number formats.
+
+In: the name of a builtin set.
+Out: `FileRows`.
+Imported by: `data.sources`, `data.stream`.
+"""
 
 from __future__ import annotations
 
