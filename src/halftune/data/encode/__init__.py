@@ -1,4 +1,4 @@
-"""Text → tokens: tokenised with exact offsets, masked, cut to ``max_length``.
+"""Text → tokens: tokenised with exact offsets, labelled by the trained characters, cut to ``max_length``.
 
 In: rows, a tokenizer, `Settings`.
 Out: `Outcome`s: examples, or why a row was dropped.

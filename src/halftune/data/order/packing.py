@@ -1,4 +1,4 @@
-"""Packing of samples into rows: best-fit-decreasing bin packing."""
+"""Packing of samples into rows: best-fit-decreasing bin packing. Shuffling, and rows of cut samples: ``epoch``."""
 
 from __future__ import annotations
 

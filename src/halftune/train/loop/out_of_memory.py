@@ -1,4 +1,4 @@
-"""Out of memory: how it is recognised, which batch still fits, what is said.
+"""Out of memory: how it is recognised, the next smaller batch, what is said.
 
 Caught in ``train.loop.stepper``; ``train.loop.recovery`` decides what follows.
 """
