@@ -84,8 +84,10 @@ class PolicyModel:
         head = None if compiled else plain_head(base, inputs)
         if self.router_loss is not None:
             inputs["output_router_logits"] = self.router_loss != 0 and torch.is_grad_enabled()
-        with hidden_instead_of_logits(head):
-            outputs, logits = self._logits_at(inputs, positions)
+        chosen = self._selection(positions)
+        with hidden_instead_of_logits(head), known_packed("cu_seq_lens_q" in inputs):
+            outputs = self.model(**inputs, **chosen, use_cache=False)
+        logits = outputs.logits if chosen else outputs.logits[:, positions]
         rows, flat = logits.flatten(0, 1), targets.flatten()
         options: dict[str, Any] = {"all_labelled": labels.everywhere, "label_smoothing": self.label_smoothing}
         if head is None:
@@ -196,13 +198,9 @@ class PolicyModel:
         with known_packed("cu_seq_lens_q" in inputs):
             return self.model(**inputs, use_cache=False)
 
-    def _logits_at(self, inputs: dict[str, Any], positions: torch.Tensor) -> tuple[Any, torch.Tensor]:
-        """The outputs of a forward pass, and the logits at P positions ``[B, P, V]``, the only ones where possible."""
-        if _takes_positions(type(_base(_unwrap_ddp(self.model)))):
-            outputs = self._forward(inputs | {"logits_to_keep": positions})
-            return outputs, outputs.logits
-        outputs = self._forward(inputs)
-        return outputs, outputs.logits[:, positions]
+    def _selection(self, positions: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The argument of a forward pass that makes logits at P positions alone; empty where the class has none."""
+        return {"logits_to_keep": positions} if _takes_positions(type(_base(_unwrap_ddp(self.model)))) else {}
 
     def _logprobs(
         self, batch: Batch, temperature: float, *, entropies_of: int | None = None
@@ -229,7 +227,9 @@ class PolicyModel:
                 # keep the model's output in the graph: FSDP2 starts its backward hooks from its gradient
                 rows = rows + logits[..., :0].sum().to(rows.dtype)
                 return rows, partial(logits_of, base, body, seen[-1]), logits.shape[-1], is_frozen(base, body)
-        _, logits = self._logits_at(inputs, positions)
+        chosen = self._selection(positions)
+        logits = self._forward(inputs | chosen).logits
+        logits = logits if chosen else logits[:, positions]
         return logits, lambda rows: rows, logits.shape[-1], False
 
     @contextmanager
