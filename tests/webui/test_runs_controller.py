@@ -14,8 +14,7 @@ import pytest
 from halftune.core.errors import HalftuneError
 from halftune.train.report.series import script_source
 from halftune_webui.labels import load_words
-from halftune_webui.runs import listing
-from halftune_webui.runs import start_stop as launch
+from halftune_webui.runs import listing, start_stop
 from halftune_webui.runs.controller import AREAS, MOST, PAGE, Done, RunsController, View, act, refresh, start
 from halftune_webui.runs.started import folder_of
 from halftune_webui.runs.state import look
@@ -144,7 +143,7 @@ def test_buttons_do_what_they_say(
 ) -> None:
     done = list[tuple[str, Path, dict[str, bool]]]()
     for each in ("stop", "resume", "start_now"):
-        monkeypatch.setattr(launch, each, lambda _, run, each=each, **more: done.append((each, run, more)))
+        monkeypatch.setattr(start_stop, each, lambda _, run, each=each, **more: done.append((each, run, more)))
     run = controller.settings.runs / "a"
     act(controller, View(), what, str(run), False)
     assert done == [(name, run, options)]
@@ -241,7 +240,7 @@ def test_several_are_deleted_and_what_works_stays(controller: RunsController, mo
     for name in "abc":
         act(controller, view, "tick", str(runs / name), True)
     say(controller, "a", name="gone")
-    monkeypatch.setattr(launch, "is_live", lambda run: run.name == "b")
+    monkeypatch.setattr(start_stop, "is_live", lambda run: run.name == "b")
     assert act(controller, view, "delete_ticked", "", False).said
     assert [path.name for path in sorted(runs.iterdir()) if not path.name.startswith(".")] == list("bdefgh")
     assert view.opened == [runs / "b"]

@@ -15,8 +15,7 @@ from halftune.core.files import read_json
 from halftune.core.processes.process import identity
 from halftune.core.status import Status, read_status
 from halftune_webui.labels import load_words
-from halftune_webui.runs import queue
-from halftune_webui.runs import start_stop as launch
+from halftune_webui.runs import queue, start_stop
 from halftune_webui.runs.controller import RunsController, View, act, refresh
 from halftune_webui.runs.listing import Listing
 from halftune_webui.runs.log_tail import log_tail, root_cause
@@ -54,7 +53,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
         assert job is not None
         started.append(job.command)
 
-    monkeypatch.setattr(launch, "launch", start)
+    monkeypatch.setattr(start_stop, "launch", start)
     monkeypatch.setattr(queue, "launch", start)
     return started
 
@@ -74,14 +73,14 @@ def test_a_stored_recipe_keeps_within_the_limits(
     Path("below.yaml").write_text(json.dumps(EVIL))
     (run / "resolved.yaml").write_text(json.dumps(recipe))
     with pytest.raises(HalftuneError, match=said):
-        launch.resume(settings, run)
+        start_stop.resume(settings, run)
     (settings.runs / ".webui").mkdir()
     (settings.runs / ".webui" / "queue.json").write_text(json.dumps([str(run)]))
     assert queue.start_next(settings) is None
     assert not launched
     assert not waiting(settings.runs)
     (run / "resolved.yaml").write_text(json.dumps(GOOD))
-    launch.resume(settings, run)
+    start_stop.resume(settings, run)
     assert launched[0][0] == "/bin/false"
 
 

@@ -17,8 +17,7 @@ import pytest
 from halftune.core.errors import HalftuneError
 from halftune.core.processes.process import identity
 from halftune.train.run_folder.lock import locked
-from halftune_webui.runs import queue
-from halftune_webui.runs import start_stop as launch
+from halftune_webui.runs import queue, start_stop
 from halftune_webui.runs.log_tail import log_tail
 from halftune_webui.runs.started import Process, folder_of, note_job, note_process, read_started
 from halftune_webui.runs.state import RunState, look
@@ -86,7 +85,7 @@ def is_now(state: str) -> Callable[[RunState], bool]:
 
 
 def test_a_run_is_nobody_s_child_and_its_end_is_noted(settings: Settings) -> None:
-    run = launch.start(settings, recipe("one"))
+    run = start_stop.start(settings, recipe("one"))
     until(run, is_now("running"))
     started = read_started(run)
     assert started is not None
@@ -102,66 +101,66 @@ def test_a_run_is_nobody_s_child_and_its_end_is_noted(settings: Settings) -> Non
     assert noted_code(run) == 0
     assert (folder_of(run) / "config.yaml").read_text() == recipe("one")
     with pytest.raises(HalftuneError, match="is finished"):
-        launch.resume(settings, run)
+        start_stop.resume(settings, run)
 
 
 def test_a_folder_is_used_once(settings: Settings, tmp_path: Path) -> None:
-    run = launch.start(settings, recipe("one"), wait=False)
+    run = start_stop.start(settings, recipe("one"), wait=False)
     until(run, is_now("running"))
     with pytest.raises(HalftuneError, match="runs/one-2"):
-        launch.start(settings, recipe("one"))
+        start_stop.start(settings, recipe("one"))
     other = tmp_path / "runs" / "other"
     other.mkdir()
     (other / "letter.txt").write_text("dear")
     with pytest.raises(HalftuneError) as error:
-        launch.start(settings, recipe("other"))
+        start_stop.start(settings, recipe("other"))
     assert error.value.code == "train.output_dir_taken"
     with pytest.raises(HalftuneError, match="outside"):
-        launch.start(settings, recipe("../../elsewhere"))
+        start_stop.start(settings, recipe("../../elsewhere"))
     assert not list((tmp_path / "runs" / ".webui").glob("*.yaml"))
-    launch.stop(settings, run)
+    start_stop.stop(settings, run)
     until(run, is_now("stopped"))
 
 
 @pytest.mark.parametrize("left", ["metrics.jsonl", "final", "checkpoint-3", ""])
 def test_the_folder_of_a_run_that_never_made_a_step_is_free(settings: Settings, left: str) -> None:
     """It failed before training: the next try need not be called otherwise. What holds a result is kept."""
-    run = launch.start(settings, recipe("one"), wait=False)
+    run = start_stop.start(settings, recipe("one"), wait=False)
     until(run, is_now("running"))
-    launch.stop(settings, run)
+    start_stop.stop(settings, run)
     until(run, is_now("stopped"))
     (folder_of(run) / "of-the-first-try").touch()
     if left:
         (run / left).mkdir() if "." not in left else (run / left).write_text('{"step": 1, "loss": 1.0}\n')
         with pytest.raises(HalftuneError) as refused:
-            launch.start(settings, recipe("one"))
+            start_stop.start(settings, recipe("one"))
         assert "runs/one-2" in str(refused.value)
         assert (folder_of(run) / "of-the-first-try").exists()
         return
-    assert launch.start(settings, recipe("one") + "# again\n") == run
+    assert start_stop.start(settings, recipe("one") + "# again\n") == run
     assert (folder_of(run) / "config.yaml").read_text().endswith("# again\n")
     assert not (folder_of(run) / "of-the-first-try").exists()
     until(run, is_now("running"))
-    launch.stop(settings, run)
+    start_stop.stop(settings, run)
     until(run, is_now("stopped"))
 
 
 def test_stop_resume_and_kill(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = launch.start(settings, recipe("one"))
+    run = start_stop.start(settings, recipe("one"))
     until(run, is_now("running"))
     with pytest.raises(HalftuneError, match="running or waiting"):
-        launch.resume(settings, run)
+        start_stop.resume(settings, run)
     with pytest.raises(HalftuneError, match="stop it first"):
-        launch.delete(settings, run)
+        start_stop.delete(settings, run)
     sent: list[int] = []
     with monkeypatch.context() as patch:
-        patch.setattr(launch, "send", lambda pid, process, number: sent.append(number))
-        launch.stop(settings, run)
-        launch.stop(settings, run)  # a double click
+        patch.setattr(start_stop, "send", lambda pid, process, number: sent.append(number))
+        start_stop.stop(settings, run)
+        start_stop.stop(settings, run)  # a double click
         assert sent == [signal.SIGTERM]
-    launch.stop(settings, run, at_once=True)
+    start_stop.stop(settings, run, at_once=True)
     assert until(run, is_now("stopped")).cause == "stopped"
-    launch.resume(settings, run)
+    start_stop.resume(settings, run)
     until(run, is_now("running"))
     assert f"--rerun {run} training.output_dir={run} training.resume=auto" in log_tail(run)
     started = read_started(run)
@@ -170,29 +169,29 @@ def test_stop_resume_and_kill(settings: Settings, monkeypatch: pytest.MonkeyPatc
     os.kill(started.child.pid, signal.SIGKILL)
     assert until(run, lambda seen: seen.state == "died" and noted_code(run) is not None).end == "killed"
     with pytest.raises(HalftuneError, match="does not run"):
-        launch.stop(settings, run)
-    launch.delete(settings, run)
+        start_stop.stop(settings, run)
+    start_stop.delete(settings, run)
     assert not run.exists()
     assert not [left for left in run.parent.iterdir() if left.name != ".webui"]
 
 
 @pytest.mark.slow
 def test_the_queue_goes_on_without_a_web_ui(settings: Settings) -> None:
-    first = launch.start(settings, recipe("first"))
+    first = start_stop.start(settings, recipe("first"))
     until(first, is_now("running"))
-    second, third = (launch.start(settings, recipe(name), wait=True) for name in ("second", "third"))
+    second, third = (start_stop.start(settings, recipe(name), wait=True) for name in ("second", "third"))
     assert waiting(settings.runs) == [second, third]
     assert look(second, waits=True).state == "queued"
     assert queue.start_next(settings) is None  # the first one runs
-    launch.stop(settings, third)  # taken out again
+    start_stop.stop(settings, third)  # taken out again
     assert waiting(settings.runs) == [second]
     assert look(third).state == "stopped"
-    launch.resume(settings, third, wait=True)
+    start_stop.resume(settings, third, wait=True)
     (first / "go").touch()
     until(second, is_now("running"))  # nobody but the first run's supervisor has looked
     # it writes this when the run is on its way
     patience.until(lambda: waiting(settings.runs) == [third], "only the third one to wait")
-    launch.start_now(settings, third)
+    start_stop.start_now(settings, third)
     until(third, is_now("running"))
     for run in (second, third):
         (run / "go").touch()
@@ -205,7 +204,7 @@ def test_two_web_uis_that_start_a_run_at_once_start_one_after_the_other(settings
 
     def begin(name: str) -> Path:
         together.wait(patience.LIMIT)
-        return launch.start(settings, recipe(name), wait=True)
+        return start_stop.start(settings, recipe(name), wait=True)
 
     with ThreadPoolExecutor(2) as web_uis:
         runs = list(web_uis.map(begin, ("one", "two")))
@@ -225,7 +224,7 @@ def test_two_web_uis_that_start_the_same_recipe_start_it_once(settings: Settings
     def begin(_: int) -> str:
         together.wait(patience.LIMIT)
         try:
-            return launch.start(settings, recipe("one"), wait=True).name
+            return start_stop.start(settings, recipe("one"), wait=True).name
         except HalftuneError as error:
             return error.what
 
@@ -239,7 +238,7 @@ def test_two_web_uis_that_start_the_same_recipe_start_it_once(settings: Settings
 
 def test_a_run_elsewhere_is_remembered(settings: Settings, tmp_path: Path) -> None:
     text = recipe("one").replace("runs/one", str(tmp_path / "elsewhere"))
-    run = launch.start(settings, text)
+    run = start_stop.start(settings, text)
     until(run, is_now("running"))
     from halftune_webui.runs.listing import run_folders
 
@@ -256,7 +255,7 @@ def test_nobody_else_s_process_is_signalled(settings: Settings, tmp_path: Path) 
     mine = Process(os.getpid(), f"{identity(os.getpid())}0", Process.of(os.getpid()).host)  # the number came to us
     note_process(run, mine, mine)
     with pytest.raises(HalftuneError, match="does not run"):
-        launch.stop(settings, run)
+        start_stop.stop(settings, run)
 
 
 def test_only_runs_under_the_roots_are_touched(settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -269,9 +268,9 @@ def test_only_runs_under_the_roots_are_touched(settings: Settings, tmp_path_fact
     plain.mkdir()
     for path in (foreign, link, plain, settings.runs, settings.runs / "plain" / ".." / ".." / ".."):
         with pytest.raises(HalftuneError):
-            launch.delete(settings, path)
+            start_stop.delete(settings, path)
         with pytest.raises(HalftuneError):
-            launch.find(settings, str(path))
+            start_stop.find(settings, str(path))
     assert (foreign / "resolved.yaml").exists()
     assert plain.exists()
 
@@ -281,5 +280,5 @@ def test_a_run_of_the_command_line_is_not_deleted_while_it_holds_its_lock(settin
     run.mkdir(parents=True)
     (run / "resolved.yaml").write_text("{}")
     with locked(run), pytest.raises(HalftuneError, match="another process is training"):
-        launch.delete(settings, run)
+        start_stop.delete(settings, run)
     assert (run / "resolved.yaml").exists()

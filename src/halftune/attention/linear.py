@@ -11,7 +11,7 @@ from halftune.attention.contract import LinearRoute
 from halftune.config.facts.families import OWN
 from halftune.config.facts.model import ModelFacts
 from halftune.config.sections.model import AttentionSection
-from halftune.core.choice import Choice
+from halftune.core.choice import ASKED, Choice
 from halftune.core.errors import PlanError
 from halftune.hardware import Hardware, version_numbers
 from halftune_kernels.gate import OLDEST_TRITON, Row, rows_for
@@ -50,7 +50,7 @@ def route_linear(section: AttentionSection, hardware: Hardware, facts: ModelFact
     asked = section.linear
     if asked != "auto" and objections[asked]:
         raise _unavailable(asked, objections)
-    chosen, why = (asked, "asked for") if asked != "auto" else _fastest(hardware, facts, objections)
+    chosen, why = (asked, ASKED) if asked != "auto" else _fastest(hardware, facts, objections)
     if chosen == "halftune" and (environment := asked_by_environment(hardware, facts)):
         why = f"halftune's operators, {', '.join(dict.fromkeys(environment.values()))}"
     left = [(name, why_not or _why_rejected(name, chosen, asked)) for name, why_not in objections.items()]

@@ -9,7 +9,7 @@ from halftune.attention.backends import BACKENDS, FA4_BLACKWELL_HEAD_DIM, Backen
 from halftune.attention.contract import AttentionPlan, LinearRoute, lacks_backward
 from halftune.config.facts.model import ModelFacts
 from halftune.config.sections.model import AttentionSection
-from halftune.core.choice import Choice, Format
+from halftune.core.choice import ASKED, Choice, Format
 from halftune.core.errors import PlanError
 from halftune.hardware import Device, Hardware, version_numbers
 
@@ -49,7 +49,7 @@ def route_attention(
     if facts.family.attention == "none":
         return _without_attention(section, hardware, facts)
     chosen, rejected = _choose(section.backend, hardware, facts, compute, packing)
-    why = _why(chosen, hardware, facts, compute) if section.backend == "auto" else "asked for"
+    why = _why(chosen, hardware, facts, compute) if section.backend == "auto" else ASKED
     varlen = chosen.varlen if packing else "none"
     linear = linear_backend(section, hardware, facts)
     provider = "model" if facts.family.attention == "own" else chosen.provider

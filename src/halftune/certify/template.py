@@ -20,8 +20,7 @@ from halftune.certify.workbench import Workbench
 from halftune.core.errors import HalftuneError
 from halftune.data.pipeline import prepare
 from halftune.data.store import Segment
-from halftune.data.templates import loss_mask as mask
-from halftune.data.templates import omitted_text
+from halftune.data.templates import loss_mask, omitted_text
 from halftune.data.templates.features import NO_PARALLEL, SPLIT
 from halftune.data.templates.render import ChatTemplate
 
@@ -36,8 +35,8 @@ _UNSUPPORTED = {
     omitted_text.NO_TOOLS: "tools",
     omitted_text.NO_REASONING: "reasoning",
     omitted_text.NO_SYSTEM_SHOWN: "system messages",
-    mask.VAGUE: "answers whose begin it does not show",
-    mask.NO_END: "a token that ends an answer",
+    loss_mask.VAGUE: "answers whose begin it does not show",
+    loss_mask.NO_END: "a token that ends an answer",
     SPLIT: "parallel tool calls, which become a turn each",
     NO_PARALLEL: "parallel tool calls",
 }

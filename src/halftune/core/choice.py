@@ -7,6 +7,7 @@ from typing import Generic, Literal, TypeVar
 
 Format = Literal["bf16", "fp16", "fp32"]
 StateFormat = Literal[Format, "8bit", "4bit"]
+ASKED = "asked for"  # the reason of a choice that is the user's
 
 
 T = TypeVar("T")

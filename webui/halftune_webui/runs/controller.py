@@ -20,8 +20,7 @@ from halftune_webui.html import render
 from halftune_webui.labels import Words
 from halftune_webui.recipes.recipe import examine
 from halftune_webui.recipes.yaml_edit import set_value
-from halftune_webui.runs import queue
-from halftune_webui.runs import start_stop as launch
+from halftune_webui.runs import queue, start_stop
 from halftune_webui.runs.before_start import obstacles
 from halftune_webui.runs.listing import Listing
 from halftune_webui.runs.log_tail import log_tail
@@ -223,7 +222,7 @@ def start(controller: RunsController, view: View, text: str) -> str:
     if problems := (*examined.problems, *obstacles(examined, controller.settings)):
         raise HalftuneError("\n".join(map(controller.words.problem, problems[:3])), code=problems[0].code)
     # through the queue, which one page at a time can change: two pages start two runs one after the other
-    run = launch.start(controller.settings, examined.runnable, wait=True)
+    run = start_stop.start(controller.settings, examined.runnable, wait=True)
     view.show([run])
     controller.look_again()
     busy = run in waiting(controller.settings.runs)
@@ -271,15 +270,15 @@ def act(controller: RunsController, view: View, what: str, name: str, on: bool, 
     }
     if what in alone:
         return alone[what]()
-    run = launch.find(controller.settings, name)
+    run = start_stop.find(controller.settings, name)
     settings = controller.settings
     doing: dict[str, Callable[[], Done | None]] = {
         "open": lambda: view.show([run]),
         "tick": lambda: view.show([*_without(view, run), run] if on else _without(view, run)),
-        "stop": lambda: launch.stop(settings, run),
-        "stop_at_once": lambda: launch.stop(settings, run, at_once=True),
-        "resume": lambda: launch.resume(settings, run),
-        "now": lambda: launch.start_now(settings, run),
+        "stop": lambda: start_stop.stop(settings, run),
+        "stop_at_once": lambda: start_stop.stop(settings, run, at_once=True),
+        "resume": lambda: start_stop.resume(settings, run),
+        "now": lambda: start_stop.start_now(settings, run),
         "delete": lambda: _delete(controller, run),
         "pin": lambda: controller.marks.pin(run),
         "mark": lambda: controller.marks.say(run, text),
@@ -302,12 +301,12 @@ def _only(_: None) -> Done:
 def _again(settings: Settings, run: Path) -> str:
     """A run's recipe for another try, into its own folder where nothing was trained in there."""
     text = recipe_of(run)
-    folder = launch.free_beside(run) if launch.is_in_use(settings, run) else run
+    folder = start_stop.free_beside(run) if start_stop.is_in_use(settings, run) else run
     return set_value(text, ("training", "output_dir"), name_of(folder, settings.roots[0]))
 
 
 def _delete(controller: RunsController, run: Path) -> None:
-    launch.delete(controller.settings, run)
+    start_stop.delete(controller.settings, run)
     controller.marks.forget(run)
 
 
@@ -316,7 +315,7 @@ def _delete_ticked(controller: RunsController, view: View) -> Done:
     left = []
     for run in view.opened:
         try:
-            _delete(controller, launch.find(controller.settings, str(run)))
+            _delete(controller, start_stop.find(controller.settings, str(run)))
         except HalftuneError:
             left.append(run)
     view.show([run for run in left if run.is_dir()])

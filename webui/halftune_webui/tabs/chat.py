@@ -17,7 +17,7 @@ from halftune.config.sections.training import GenerationSection
 from halftune.core.errors import HalftuneError
 from halftune_webui.calls import event_values, refused
 from halftune_webui.context import Context
-from halftune_webui.runs import start_stop as launch
+from halftune_webui.runs import start_stop
 from halftune_webui.runs.chat import Chat
 from halftune_webui.runs.state import is_live
 from halftune_webui.runs.stored import check_model, generation_of
@@ -151,7 +151,7 @@ def _serve(context: Context, chats: Chats, page: str, asked: _Asked) -> Iterator
     """Loads the run's model where it is not there, then answers; each piece says everything that is known."""
     state: dict[str, Any] = {"number": asked.number, "run": asked.run, "answers": {}}
     try:
-        run = launch.find(context.settings, asked.run)
+        run = start_stop.find(context.settings, asked.run)
         chat = chats.get(page, run)
         if chat is None:
             yield json.dumps({**state, "state": "loading"})
@@ -195,7 +195,7 @@ def _open(context: Context, chats: Chats, page: str, run: Path) -> Chat:
 def _chosen(context: Context, name: str | None) -> list[Any]:
     """Which run the page talks to, and how its recipe chooses answers."""
     try:
-        folder = launch.find(context.settings, name) if name else None
+        folder = start_stop.find(context.settings, name) if name else None
     except HalftuneError:
         folder = None
     if folder is None:

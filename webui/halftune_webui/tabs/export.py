@@ -14,8 +14,7 @@ from halftune_webui.calls import event_values
 from halftune_webui.context import Context
 from halftune_webui.html import render
 from halftune_webui.labels import Words
-from halftune_webui.runs import export
-from halftune_webui.runs import start_stop as launch
+from halftune_webui.runs import export, start_stop
 from halftune_webui.runs.log_tail import log_tail
 from halftune_webui.runs.state import RunState
 from halftune_webui.runs.view.show import run_card
@@ -50,7 +49,7 @@ def build(context: Context) -> None:
     def start(name: str | None, target: str | None, stored: str, again: bool) -> list[str]:
         how = words("export.tick", label=words("export.force"))
         try:
-            found = launch.find(settings, name or "")
+            found = start_stop.find(settings, name or "")
             export.start(settings, found, target or "", None if stored == _OWN else stored, force=again, how=how)
         except HalftuneError as error:
             return [failed(words.problem(error)), cards()]
@@ -90,6 +89,6 @@ def _card(state: RunState, settings: Settings, words: Words) -> str:
 
 def _act(settings: Settings, job: Path, what: str) -> None:
     if what == "delete":
-        launch.delete(settings, job)
+        start_stop.delete(settings, job)
     elif what in ("stop", "stop_at_once"):
-        launch.stop(settings, job, at_once=what == "stop_at_once")
+        start_stop.stop(settings, job, at_once=what == "stop_at_once")

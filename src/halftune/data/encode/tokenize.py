@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from halftune.core.errors import DataError
 from halftune.core.processes.time_limit import OutOfTime
-from halftune.data.encode import truncate as overlong
 from halftune.data.encode.offset_tokenizer import Encoded, OffsetTokenizer
 from halftune.data.encode.settings import Settings
+from halftune.data.encode.truncate import SPLIT, answers_in_proportion, cut, same_prompt
 from halftune.data.formats.conversation import (
     TOO_LONG,
     BadRow,
@@ -204,8 +204,9 @@ class RowTokenizer:
                 outcome.examples = [Example(self._fit_answers(masked, outcome), outcome.columns)]
                 return
             segments = [self._fit(index, one, outcome, of.media) for one, of in zip(masked, renderings, strict=True)]
-            cut = len(segments) > 1 and outcome.truncated
-            outcome.examples = [Example(tuple(overlong.same_prompt(segments) if cut else segments), outcome.columns)]
+            if len(segments) > 1 and outcome.truncated:
+                segments = same_prompt(segments)
+            outcome.examples = [Example(tuple(segments), outcome.columns)]
         except RowDropped as reason:
             outcome.dropped, outcome.notes, outcome.truncated, outcome.answers_lost = reason.reason, (), (), 0
 
@@ -219,9 +220,9 @@ class RowTokenizer:
         if media and self._settings.overlong == "truncate":
             raise RowDropped(f"{TOO_LONG} {limit}; rows with images are not cut")
         if self._settings.overlong not in ("drop", "error"):
-            keep, done = overlong.cut(self._settings.overlong, sample, limit)
+            keep, done = cut(self._settings.overlong, sample, limit)
             if not all(keep[start:end].all() for start, end in sample.whole):
-                raise RowDropped(overlong.SPLIT)
+                raise RowDropped(SPLIT)
             outcome.truncated = tuple(dict.fromkeys((*outcome.truncated, *done)))
             outcome.answers_lost += sum(turn.trained and not keep[turn.start] for turn in sample.turns)
             return Segment(sample.ids[keep], sample.trained[keep], media)
@@ -235,7 +236,7 @@ class RowTokenizer:
         """The segments of answers to one prompt, which has the same length in all of them."""
         keep = [np.ones(len(one.ids), dtype=bool) for one in samples]
         if any(len(one.ids) > self._settings.max_length for one in samples):
-            keep, outcome.truncated = overlong.answers_in_proportion(samples, self._settings.max_length)
+            keep, outcome.truncated = answers_in_proportion(samples, self._settings.max_length)
         pairs = zip(samples, keep, strict=True)
         return tuple(Segment(sample.ids[kept], sample.trained[kept]) for sample, kept in pairs)
 

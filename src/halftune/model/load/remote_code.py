@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from halftune.config.sections.model import ModelSection
+from halftune.core.choice import ASKED
 from halftune.core.errors import HalftuneError, ModelError
 from halftune.core.log import get_logger
 from halftune.model.files.architectures import remote_class
@@ -127,7 +128,7 @@ def attention_for(folder: Path, plan: Plan, registered: str) -> str:
         planned = "sdpa"  # such code imports the flash_attn package, not torch's kernels
     offered = _offered(built)
     chosen = planned if planned in offered else "sdpa" if "sdpa" in offered else "eager"
-    say = log.warning if softmax.reason == "asked for" and chosen != named else log.info
+    say = log.warning if softmax.reason == ASKED and chosen != named else log.info
     say("%s has its own attention code: using attn_implementation=%s", built.__name__, chosen)
     return chosen
 
