@@ -27,6 +27,7 @@ FLOORS: dict[str, int] = {
     "halftune.optim": 6,
     "halftune.model": 7,
     "halftune.methods": 8,
+    "halftune.verify": 8,
     "halftune.train": 9,
     "halftune.infer": 9,
     "halftune.export": 9,

@@ -29,7 +29,7 @@ from halftune.methods.distill import Distill
 from halftune.model.policy import divergence
 from halftune.model.policy.head import HeadRows
 from halftune.model.policy.policy import PolicyModel
-from halftune.train.rollouts.distill import DistillRollouts, prompt_of
+from halftune.train.rollouts.distill import DistillRollouts
 from halftune.train.rollouts.sampling import Sampler
 from halftune.train.trainer import train
 
@@ -295,7 +295,7 @@ def test_packed_rows_keep_room_for_the_models_answers(recipe: Any, monkeypatch: 
 )
 def test_the_prompt_is_all_before_the_last_answer(mask: list[int], length: int) -> None:
     ids = torch.arange(len(mask), dtype=torch.int32).numpy()
-    assert prompt_of(Segment(ids, torch.tensor(mask, dtype=torch.bool).numpy())).tolist() == list(range(length))
+    assert Segment(ids, torch.tensor(mask, dtype=torch.bool).numpy()).prompt.tolist() == list(range(length))
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])

@@ -35,6 +35,13 @@ class Segment:
         """int32[T], not shifted; ``NO_LABEL`` for tokens without a label."""
         return np.where(self.loss_mask, self.input_ids, np.int32(NO_LABEL))
 
+    @property
+    def prompt(self) -> np.ndarray:
+        """The tokens before the last answer: int32, empty without labels and where all tokens have one."""
+        unlabelled, labelled = np.flatnonzero(~self.loss_mask), np.flatnonzero(self.loss_mask)
+        before = unlabelled[unlabelled < labelled[-1]] if len(labelled) else unlabelled[:0]
+        return self.input_ids[: before[-1] + 1 if len(before) else 0]
+
 
 @dataclass(frozen=True)
 class Example:

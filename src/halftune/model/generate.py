@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from peft import PeftModel
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -182,16 +183,77 @@ def _settings(
     )
 
 
+def generate_answers(
+    causal: Any,
+    prompts: Sequence[np.ndarray],
+    ends: Sequence[int],
+    most: int,
+    device: torch.device,
+    pad: int,
+    *,
+    processors: Sequence[LogitsProcessor] | None = None,
+    synced: bool = False,
+) -> list[np.ndarray]:
+    """Generate one answer to each prompt, all at once: int32, with the token that ends it.
+
+    Args:
+        causal: a transformers model; the caller opens autocast.
+        prompts: token ids, int32.
+        ends: tokens that end an answer.
+        most: tokens of an answer.
+        device: that the model computes on.
+        pad: id of padding, which is masked.
+        processors: of logits; the likeliest token is taken. Default: logits that are not finite are refused.
+        synced: weights are sharded: a process that is done computes on until all are.
+
+    Raises:
+        ModelError: the logits are not finite.
+    """
+    longest = max(map(len, prompts))
+    ids = torch.full((len(prompts), longest), pad, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):  # padded on the left: answers begin in the same column
+        ids[row, longest - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
+        mask[row, longest - len(prompt) :] = 1
+    settings = GenerationConfig(
+        max_new_tokens=most, do_sample=False, eos_token_id=list(ends) or None, pad_token_id=pad, use_cache=True
+    )
+    with decoding(causal, settings), torch.no_grad():
+        made = causal.generate(
+            ids.to(device),
+            attention_mask=mask.to(device),
+            generation_config=settings,
+            logits_processor=LogitsProcessorList([_Finite()] if processors is None else processors),
+            synced_gpus=synced,
+        )
+    return [_cut(row, ends) for row in made[:, longest:].cpu().numpy()]
+
+
+def _cut(answer: np.ndarray, ends: Sequence[int]) -> np.ndarray:
+    found = np.flatnonzero(np.isin(answer, list(ends)))
+    return answer[: found[0] + 1 if len(found) else len(answer)].astype(np.int32)
+
+
 @contextmanager
 def decoding(model: Any, settings: GenerationConfig) -> Iterator[None]:
     """Inside, evaluation mode and our decoding settings; the checkpoint's would fill in unset ones."""
-    training, own = [module for module in model.modules() if module.training], model.generation_config
-    model.eval()
+    own = model.generation_config
     model.generation_config = settings
+    try:
+        with evaluating(model):
+            yield
+    finally:
+        model.generation_config = own
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, the model is in evaluation mode; each module's own mode is restored."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
     try:
         yield
     finally:
-        model.generation_config = own
         for module in training:
             module.training = True
 

@@ -15,6 +15,7 @@ from halftune.model.result.save import Named, save_final
 from halftune.train.callback import CallbackList
 from halftune.train.checkpoint.checkpoint import load_weights
 from halftune.train.parallel.processes import barrier, sum_over_processes
+from halftune.train.probes import probes_of
 from halftune.train.run_folder.checkpoints import PREFIX, find_damage
 from halftune.train.run_folder.start_or_resume import check_exists
 from halftune.train.save_restore import remove_old
@@ -83,21 +84,22 @@ def write_result(run: TrainState) -> None:
     Raises:
         TrainingError: the run folder is gone, or cannot be written.
     """
+    probes = probes_of(run)
     state = run.strategy.result(run.model)
     try:
         if run.is_main:
             remove_old(run)
-            _write(run, state)
+            _write(run, state, probes)
     finally:  # gathering needs all processes, also those that do not write or cannot
         for _ in state or ():
             pass
     barrier(run.processes)
 
 
-def _write(run: TrainState, state: Named | None) -> None:
+def _write(run: TrainState, state: Named | None, probes: dict[str, str]) -> None:
     check_exists(run.folder)
     facts = {BASE: run.inputs["model"]}
-    if unmoved := save_final(run.model, run.tokenizer, run.plan, run.folder / FINAL, state, facts):
+    if unmoved := save_final(run.model, run.tokenizer, run.plan, run.folder / FINAL, state, facts, probes):
         what = "%d modules have an adapter that training did not change, first %s"
         log.warning(what, len(unmoved), unmoved[0])
     try:

@@ -107,6 +107,9 @@ class LoggingSection(Section):
     sample_media: Annotated[tuple[str, ...], LISTED] = ()
     """Files of the images and sounds in `sample_prompts`: one for each `<image>` and `<audio>`, in their order."""
 
+    probes: Annotated[Int, Field(ge=0, le=64)] = 32
+    """Prompts whose answers and log-probabilities are kept in `final/probes.json`, for `halftune verify`; 0: none."""
+
     profile: Annotated[Int, Field(ge=1, le=100)] | None = None
     """Number of steps to profile with torch.profiler, after three warm-up steps: a trace, and a table in the report."""
 

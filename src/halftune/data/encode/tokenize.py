@@ -182,6 +182,15 @@ class RowTokenizer:
             raise RowDropped(lost[0])
         return found
 
+    def for_template(self, made: Conversation) -> Conversation:
+        """A conversation as the chat template takes it: with the recipe's system message, and ids of tool calls.
+
+        Raises:
+            RowDropped: the template refuses system messages.
+        """
+        assert self._template is not None
+        return self._template.features.of_conversation(self._with_system(made))
+
     def _with_system(self, made: Conversation) -> Conversation:
         assert self._template is not None
         settings = self._settings

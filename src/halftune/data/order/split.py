@@ -219,6 +219,17 @@ class TokenizedSplit:
         store, place = self._find(index)
         return store.digests(place)
 
+    def origin(self, index: int) -> tuple[int, str, int]:
+        """Where the example at an index comes from: the number of its store, a file, and a row of it."""
+        store, place = self._find(index)
+        file, _, row = store.origin(place)
+        return next(i for i, one in enumerate(self._stores) if one is store), file, row
+
+    @property
+    def places(self) -> np.ndarray:
+        """int64[N]: the number of each example in its store."""
+        return self._positions - self._starts[np.searchsorted(self._starts, self._positions, side="right") - 1]
+
     def where(self, indices: Iterable[int]) -> str:
         """The source rows of examples, for messages: ``a.jsonl line 3, 17; b.csv line 5``."""
         rows: dict[tuple[str, str], set[int]] = {}

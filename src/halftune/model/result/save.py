@@ -212,6 +212,7 @@ def save_final(
     folder: Path,
     state: Named | None = None,
     facts: Mapping[str, Any] | None = None,
+    files: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Save the trained adapter (peft format) or the full model, with its tokenizer, as safetensors.
 
@@ -226,6 +227,7 @@ def save_final(
         state: full tensors with their names in ``model.state_dict()``, as an iterator, if the model is sharded; without
             an adapter each tensor once.
         facts: JSON data for the manifest.
+        files: name → content of further text files.
 
     Returns:
         Names of the modules whose LoRA update is zero, as before training.
@@ -245,6 +247,8 @@ def save_final(
             else:
                 raise TypeError(f"neither a peft nor a transformers model: {type(model).__name__}")
             save_tokenizer(tokenizer, partial)
+            for name, content in (files or {}).items():
+                (partial / name).write_text(content, encoding="utf-8")
             seal(partial, MANIFEST, facts=facts)
     except (OSError, SafetensorError) as error:
         remedy = f"{write_error_remedy(error)} and run the same command again: it resumes from the newest checkpoint"

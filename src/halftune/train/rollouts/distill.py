@@ -47,7 +47,7 @@ class DistillRollouts:
 
     def _answered(self, batch: Batch, feed: Feed) -> Batch:
         examples = {index: feed.split.example(index) for index in batch.examples}
-        prompts = {index: prompt_of(one.segments[0]) for index, one in examples.items() if self._chosen(index, feed)}
+        prompts = {index: one.segments[0].prompt for index, one in examples.items() if self._chosen(index, feed)}
         room = self.run.config.data.max_length - self.section.max_completion_length
         prompts = {index: prompt for index, prompt in prompts.items() if 0 < len(prompt) <= room}
         seeds = [self.sampler.seed(index, 0, feed) for index in prompts]
@@ -64,13 +64,3 @@ class DistillRollouts:
 
     def _chosen(self, index: int, feed: Feed) -> bool:
         return self.sampler.seed(index, -1, feed) / (1 << 56) < self.section.on_policy
-
-
-def prompt_of(segment: Segment) -> np.ndarray:
-    """The tokens before the last answer: int32, empty without labels."""
-    unlabelled = np.flatnonzero(~segment.loss_mask)
-    labelled = np.flatnonzero(segment.loss_mask)
-    if not len(labelled):
-        return segment.input_ids[:0]
-    before = unlabelled[unlabelled < labelled[-1]]
-    return segment.input_ids[: before[-1] + 1 if len(before) else 0]

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from peft import PeftModel
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from halftune.core.processes import heartbeat
-from halftune.model.generate import decoding, ending_ids
+from halftune.model.generate import ending_ids, generate_answers
 from halftune.precision.dtypes import autocast
 from halftune.train.batches.feed import Feed
 from halftune.train.state import TrainState
@@ -109,31 +109,16 @@ class Sampler:
         return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest(), "little")
 
     def _generate(self, prompts: Sequence[np.ndarray], seeds: Sequence[int], most: int) -> list[Answer]:
-        run, longest = self.run, max(map(len, prompts))
-        ids = torch.full((len(prompts), longest), run.feed.pad_token_id, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):  # padded on the left: answers begin in the same column
-            ids[row, longest - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
-            mask[row, longest - len(prompt) :] = 1
-        settings = GenerationConfig(
-            max_new_tokens=most,
-            do_sample=False,
-            eos_token_id=self.ends,
-            pad_token_id=run.feed.pad_token_id,
-            use_cache=True,
-        )
-        sampling = LogitsProcessorList([Sampling(self.section, seeds, run.device)])
-        gathered, plain = run.strategy.generating(run.model), decoding(self.causal, settings)
-        with gathered, plain, torch.no_grad(), autocast(run.plan.precision, run.device):
-            made = self.causal.generate(
-                ids.to(run.device),
-                attention_mask=mask.to(run.device),
-                generation_config=settings,
-                logits_processor=sampling,
-                synced_gpus=run.sharded,  # a process that is done computes on until all are
+        run, sampling = self.run, [Sampling(self.section, seeds, self.run.device)]
+        with run.strategy.generating(run.model), autocast(run.plan.precision, run.device):
+            made = generate_answers(
+                self.causal,
+                prompts,
+                self.ends,
+                most,
+                run.device,
+                run.feed.pad_token_id,
+                processors=sampling,
+                synced=run.sharded,
             )
-        return [Answer(self._cut(row)) for row in made[:, longest:].cpu().numpy()]
-
-    def _cut(self, answer: np.ndarray) -> np.ndarray:
-        ends = np.flatnonzero(np.isin(answer, self.ends))
-        return answer[: ends[0] + 1 if len(ends) else len(answer)].astype(np.int32)
+        return [Answer(one) for one in made]

@@ -1,0 +1,132 @@
+"""Greedy answers, and log-probabilities of answers, by a model in memory.
+
+Shapes: T tokens of an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from peft import PeftModel
+from transformers import PreTrainedTokenizerBase
+
+from halftune.core.processes import heartbeat
+from halftune.data.batch import collate
+from halftune.data.store import Example, Segment
+from halftune.model.generate import ending_ids, evaluating, generate_answers
+from halftune.model.policy.head import rows_at_a_time
+from halftune.model.policy.policy import PolicyModel
+from halftune.verify.draw import Question
+from halftune.verify.probes import TOP, Probe
+
+LONGEST_ANSWER = 32  # tokens
+_ROWS = 8  # prompts at a time
+
+Around = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a model says of one answer.
+
+    Attributes:
+        logprobs: ``[T]`` of its tokens, in nats.
+        top: ``[T]`` of (id, log-probability) of the ``TOP`` likeliest tokens.
+    """
+
+    logprobs: list[float]
+    top: list[list[tuple[int, float]]]
+
+
+def measure(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Sequence[Question],
+    forward: Around = nullcontext,
+    generating: Around = nullcontext,
+    sharded: torch.device | None = None,
+) -> list[Probe]:
+    """Answer prompts greedily, and score the answers by the model and, behind an adapter, by its base.
+
+    The model is in evaluation mode meanwhile; compiled layers run uncompiled.
+
+    Args:
+        model: a peft or transformers model on its device.
+        tokenizer: its tokenizer.
+        questions: prompts.
+        forward: a context of each forward pass (autocast).
+        generating: a context of generation.
+        sharded: compute device of sharded weights; all processes call this with the same arguments.
+    """
+    causal: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    device, pad = sharded or causal.device, tokenizer.pad_token_id or 0
+    ends = ending_ids(tokenizer, causal.generation_config)
+    limit = getattr(causal.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+    questions = [one for one in questions if len(one.ids) + LONGEST_ANSWER <= limit]
+    with torch.no_grad(), evaluating(model), torch.compiler.set_stance("force_eager"):
+        answers: list[list[int]] = []
+        for part in _parts(questions):
+            with generating(), forward():
+                prompts = [np.array(one.ids, np.int32) for one in part]
+                made = generate_answers(causal, prompts, ends, LONGEST_ANSWER, device, pad, synced=sharded is not None)
+            answers += [one.tolist() for one in made]
+            heartbeat.beat()
+        pairs = [(one.ids, answer) for one, answer in zip(questions, answers, strict=True)]
+        trained, base = score(model, pairs, pad, device, forward), None
+        if isinstance(model, PeftModel):
+            with PolicyModel(model).without_adapter():
+                base = score(model, pairs, pad, device, forward)
+    return [
+        Probe(
+            messages=question.messages,
+            tools=question.tools,
+            text=question.text,
+            prompt=question.ids,
+            answer=answers[at],
+            ended=answers[at][-1] in ends,
+            logprobs=trained[at].logprobs,
+            top=trained[at].top,
+            base=None if base is None else base[at].logprobs,
+        )
+        for at, question in enumerate(questions)
+    ]
+
+
+def score(
+    model: Any, pairs: Sequence[tuple[list[int], list[int]]], pad: int, device: torch.device, forward: Around
+) -> list[Scores]:
+    """Score answers: (prompt, answer) token ids."""
+    found: list[Scores] = []
+    for part in _parts(pairs):
+        examples = [Example((_segment(prompt, answer),)) for prompt, answer in part]
+        with forward():
+            own = PolicyModel(model).head_rows(collate(examples, pad, packed=False).to(device))
+            chunk = rows_at_a_time(own.vocabulary, own.rows.device)
+            values, ids, tops = [], [], []
+            for rows, targets in zip(own.rows.split(chunk), own.targets.split(chunk), strict=True):
+                logprobs = own.head(rows).float().log_softmax(-1)
+                best = logprobs.topk(min(TOP, own.vocabulary))
+                values += logprobs.gather(1, targets[:, None])[:, 0].tolist()
+                ids, tops = ids + best.indices.tolist(), tops + best.values.tolist()
+        heartbeat.beat()
+        start = 0
+        for _, answer in part:
+            own_part = slice(start, start + len(answer))
+            top = [list(zip(*pair, strict=True)) for pair in zip(ids[own_part], tops[own_part], strict=True)]
+            found.append(Scores(values[own_part], top))
+            start += len(answer)
+    return found
+
+
+def _segment(prompt: list[int], answer: list[int]) -> Segment:
+    ids = np.array([*prompt, *answer], np.int32)
+    return Segment(ids, np.arange(len(ids)) >= len(prompt))
+
+
+def _parts(items: Sequence[Any]) -> list[Sequence[Any]]:
+    return [items[start : start + _ROWS] for start in range(0, len(items), _ROWS)]
