@@ -34,6 +34,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "bench": ("halftune.cli.verbs.bench", "compare the training speed of recipes: tokens/s, MFU, memory"),
     "chat": ("halftune.cli.verbs.chat", "chat with a run's result, with the adapter on or off"),
     "export": ("halftune.cli.verbs.export", "merge an adapter into its base model, and verify the logits"),
+    "verify": ("halftune.cli.verbs.verify", "prove that what is served is what was trained"),
     "webui": ("halftune.cli.verbs.webui", "start the web UI, by default for this machine only"),
     "convert": ("halftune.cli.verbs.convert", "convert a LLaMA-Factory, axolotl or TRL config"),
     "recipes": ("halftune.cli.verbs.recipes", "list the recipes that come with halftune, or copy one"),

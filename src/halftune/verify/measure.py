@@ -36,11 +36,13 @@ class Scores:
 
     Attributes:
         logprobs: ``[T]`` of its tokens, in nats.
-        top: ``[T]`` of (id, log-probability) of the ``TOP`` likeliest tokens.
+        top: ``[T]`` of (id, log-probability) of the ``TOP`` likeliest tokens, likeliest first.
+        asked: ``[T]`` of the log-probabilities of the tokens that were asked for; empty without.
     """
 
     logprobs: list[float]
     top: list[list[tuple[int, float]]]
+    asked: list[list[float]]
 
 
 def measure(
@@ -98,28 +100,42 @@ def measure(
 
 
 def score(
-    model: Any, pairs: Sequence[tuple[list[int], list[int]]], pad: int, device: torch.device, forward: Around
+    model: Any,
+    pairs: Sequence[tuple[list[int], list[int]]],
+    pad: int,
+    device: torch.device,
+    forward: Around = nullcontext,
+    asked: Sequence[list[list[int]]] = (),
 ) -> list[Scores]:
-    """Score answers: (prompt, answer) token ids."""
+    """Score answers.
+
+    Args:
+        model: a peft or transformers model on its device, in evaluation mode.
+        pairs: (prompt, answer) token ids.
+        pad: id of padding.
+        device: that the model computes on.
+        forward: a context of each forward pass.
+        asked: for each answer ``[T, K]`` tokens whose log-probabilities are wanted too.
+    """
     found: list[Scores] = []
     for part in _parts(pairs):
         examples = [Example((_segment(prompt, answer),)) for prompt, answer in part]
-        with forward():
+        wanted = [ids for answer in asked[len(found) : len(found) + len(part)] for ids in answer]
+        rows: list[tuple[float, list[tuple[int, float]], list[float]]] = []
+        with torch.no_grad(), forward():
             own = PolicyModel(model).head_rows(collate(examples, pad, packed=False).to(device))
             chunk = rows_at_a_time(own.vocabulary, own.rows.device)
-            values, ids, tops = [], [], []
-            for rows, targets in zip(own.rows.split(chunk), own.targets.split(chunk), strict=True):
-                logprobs = own.head(rows).float().log_softmax(-1)
-                best = logprobs.topk(min(TOP, own.vocabulary))
-                values += logprobs.gather(1, targets[:, None])[:, 0].tolist()
-                ids, tops = ids + best.indices.tolist(), tops + best.values.tolist()
+            for hidden, targets in zip(own.rows.split(chunk), own.targets.split(chunk), strict=True):
+                logprobs = own.head(hidden).float().log_softmax(-1)
+                values, (best, ids) = logprobs.gather(1, targets[:, None])[:, 0], logprobs.topk(TOP)
+                for row, one in enumerate(zip(values.tolist(), ids.tolist(), best.tolist(), strict=True)):
+                    own_wanted = wanted[len(rows)] if wanted else []
+                    rows.append((one[0], list(zip(one[1], one[2], strict=True)), logprobs[row, own_wanted].tolist()))
         heartbeat.beat()
-        start = 0
+        every = iter(rows)
         for _, answer in part:
-            own_part = slice(start, start + len(answer))
-            top = [list(zip(*pair, strict=True)) for pair in zip(ids[own_part], tops[own_part], strict=True)]
-            found.append(Scores(values[own_part], top))
-            start += len(answer)
+            values, tops, more = zip(*(next(every) for _ in answer), strict=True)
+            found.append(Scores(list(values), list(tops), list(more)))
     return found
 
 

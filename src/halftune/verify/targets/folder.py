@@ -1,0 +1,134 @@
+"""A folder that plain transformers loads, or an adapter that plain peft loads: as everybody else loads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from halftune.config.facts.folder import read_json
+from halftune.core.errors import ModelError
+from halftune.model.files.architectures import ignore_peft_warnings, no_progress_bars
+from halftune.model.files.load_errors import LOAD_ERRORS, first_line
+from halftune.model.generate import ending_ids, evaluating
+from halftune.verify.draw import render
+from halftune.verify.measure import score
+from halftune.verify.probes import Probe, Probes
+from halftune.verify.targets import Seen
+
+ADAPTER = "adapter_config.json"
+
+
+class FolderTarget:
+    """See ``Target``.
+
+    Attributes:
+        folder: of the model or adapter.
+        model: in evaluation mode, in the format of its files, on a GPU where there is one.
+        absent: weights of the model that its files do not have: transformers makes them at random.
+
+    Args:
+        folder: with ``config.json`` or ``adapter_config.json``.
+        base: model of an adapter whose own base cannot be found.
+
+    Raises:
+        ModelError: transformers or peft cannot load it.
+    """
+
+    def __init__(self, folder: Path, base: str = "") -> None:
+        self.folder, self.name = folder, str(folder)
+        self.kind = "adapter" if (folder / ADAPTER).is_file() else "folder"
+        self.model, self.absent = load_plain(folder, base)
+        self.tokenizer = plain_tokenizer(folder, base)
+        self.device = next(self.model.parameters()).device
+        first = next(one for one in self.model.parameters() if one.is_floating_point())
+        self.format = _FORMATS.get(first.dtype, "")
+
+    def tokens(self, probe: Probe, probes: Probes, tokenizer: Any) -> list[int] | None:
+        """See ``Target``."""
+        if probe.messages is None:
+            return list(self.tokenizer(probe.text, add_special_tokens=False)["input_ids"])
+        if not self.tokenizer.chat_template:
+            return []
+        found = render(self.tokenizer, probe.messages, probe.tools, probes.variables, probes.day)
+        return found[1] if found else []
+
+    def stops(self, probes: Probes, tokenizer: Any) -> set[int] | None:
+        """See ``Target``. What ``generate`` stops at without being told more."""
+        config = base_of(self.model).generation_config
+        listed = config.eos_token_id if config is not None else None
+        if listed is None:
+            listed = base_of(self.model).config.get_text_config().eos_token_id
+        if self.kind == "adapter":  # its own tokenizer says where an answer ends
+            return set(ending_ids(self.tokenizer, config))
+        return set(listed if isinstance(listed, list) else [] if listed is None else [listed])
+
+    def see(self, probes: Sequence[Probe], tokenizer: Any) -> Seen:
+        """See ``Target``."""
+        pairs = [(one.prompt, one.answer) for one in probes]
+        asked = [[[token for token, _ in place] for place in one.top] for one in probes]
+        with evaluating(self.model):
+            found = score(self.model, pairs, 0, self.device, asked=asked)
+        return Seen(
+            [one.logprobs for one in found],
+            [[place[0][0] for place in one.top] for one in found],
+            [one.asked for one in found],
+        )
+
+
+_FORMATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def base_of(model: Any) -> Any:
+    """The transformers model inside a peft model."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def load_plain(folder: Path, base: str = "", dtype: Any = "auto") -> tuple[Any, list[str]]:
+    """Load a folder as plain transformers or peft do; also the names of weights that its files lack.
+
+    Args:
+        folder: with ``config.json`` or ``adapter_config.json``.
+        base: model of an adapter whose own base cannot be found.
+        dtype: of the weights.
+
+    Raises:
+        ModelError: it cannot be loaded.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
+    try:
+        with no_progress_bars(), ignore_peft_warnings():
+            if (folder / ADAPTER).is_file():
+                named = read_json(folder / ADAPTER).get("base_model_name_or_path")
+                whole, absent = load_plain(Path(base or str(named)), dtype=dtype)
+                return PeftModel.from_pretrained(whole, str(folder)).eval(), absent
+            model, told = AutoModelForCausalLM.from_pretrained(str(folder), **options)
+    except LOAD_ERRORS as error:
+        what = f"plain transformers cannot load it: {first_line(error)}"
+        remedy = "check the folder; name the base model of an adapter with --base"
+        raise ModelError(what, where=str(folder), remedy=remedy, code="verify.target_unusable") from error
+    return model.to(device).eval(), sorted({*told["missing_keys"], *(key for key, *_ in told["mismatched_keys"])})
+
+
+def plain_tokenizer(folder: Path, base: str = "") -> Any:
+    """The tokenizer beside a model, or an adapter's base model's.
+
+    Raises:
+        ModelError: there is none.
+    """
+    named = base
+    if not base and (folder / ADAPTER).is_file():
+        named = str(read_json(folder / ADAPTER).get("base_model_name_or_path"))
+    own = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    try:
+        return AutoTokenizer.from_pretrained(str(folder) if own or not named else named)
+    except LOAD_ERRORS as error:
+        what = f"its tokenizer cannot be loaded: {first_line(error)}"
+        raise ModelError(
+            what, where=str(folder), remedy="copy the tokenizer beside the model", code="verify.target_unusable"
+        ) from error

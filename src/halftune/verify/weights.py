@@ -1,0 +1,183 @@
+"""Compares the weights of two folders: which tensor differs, and how."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from peft import PeftModel
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from halftune.config.facts.folder import read_json
+from halftune.core.log import get_logger
+from halftune.core.processes import heartbeat
+from halftune.verify.report import Finding
+from halftune.verify.targets.folder import ADAPTER, FolderTarget, base_of, load_plain
+
+log = get_logger(__name__)
+
+_SCALE = 0.1  # how far from 0 and from 1 the size of an update may be
+_ROUNDED_TWICE = 0.005  # share of a tensor's elements that are off by more than one rounding
+_ROUNDINGS, _CANCELLED = 5.0, 0.05  # last places that two roundings move, but for a share near zero, where sums cancel
+_ONE = 0.5 + 1e-3  # roundings of a value, in units of its last place; a tie may go either way
+_NAMED = 3
+# keys of adapter_config.json that change what the adapter computes
+_SCALES = ("lora_alpha", "r", "use_rslora", "alpha_pattern", "rank_pattern", "use_dora", "fan_in_fan_out")
+
+
+def compare_weights(reference: Path, target: FolderTarget, base: str = "") -> list[Finding]:
+    """Compare a folder's weights with a result's: an adapter's files, or the merged weights in fp32.
+
+    Args:
+        reference: folder of the result.
+        target: what is compared; not an adapter if the reference is none.
+        base: the base model of adapters whose own cannot be found.
+
+    Raises:
+        ModelError: the reference cannot be loaded.
+    """
+    if target.kind == "adapter":
+        return _of_adapters(reference, target.folder) if (reference / ADAPTER).is_file() else []
+    model = base_of(target.model)
+    needed = 8 * sum(one.numel() for one in model.parameters())
+    if needed > psutil.virtual_memory().available:
+        log.info("weights are not compared one by one: that needs %.1f GiB of memory", needed / 2**30)
+        return []
+    expected, before = _expected(reference, base)
+    findings = _of_heads(expected, model, target.absent)
+    kinds: dict[str, list[tuple[str, float]]] = defaultdict(list)
+    theirs = dict(model.state_dict())
+    for name, tensor in expected.state_dict().items():
+        heartbeat.beat()
+        if name not in theirs or name in target.absent or not tensor.is_floating_point():
+            continue
+        kind, size = _judged(theirs[name].cpu(), tensor, before.get(name))
+        kinds[kind].append((name, size))
+    return findings + _findings(kinds, len(before), model)
+
+
+def _expected(reference: Path, base: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The result's model in fp32, merged, and the base's weights that the adapter changes."""
+    loaded, _ = load_plain(reference, base, torch.float32)
+    loaded = loaded.cpu()
+    if not isinstance(loaded, PeftModel):
+        return loaded, {}
+    named = base or str(read_json(reference / ADAPTER).get("base_model_name_or_path"))
+    plain, _ = load_plain(Path(named), dtype=torch.float32)
+    before = dict(plain.cpu().state_dict())
+    merged: Any = loaded.merge_and_unload()  # pyright: ignore[reportCallIssue]
+    after = merged.state_dict()
+    return merged, {name: one for name, one in before.items() if name in after and not one.equal(after[name])}
+
+
+def _of_heads(expected: Any, model: Any, absent: list[str]) -> list[Finding]:
+    """Weights that the files lack, and a head that is tied to the embeddings in one of the two only."""
+    ties = [bool(getattr(one.config.get_text_config(), "tie_word_embeddings", False)) for one in (expected, model)]
+    found = []
+    if ties[0] != ties[1]:
+        words = ("a tied head", "a head of its own")
+        found.append(Finding("weights.head", f"{words[ties[0]]} instead of {words[not ties[0]]}"))
+    if absent:
+        what = f"{len(absent)} weights are not in its files and are random there: {_first(absent)}"
+        found.append(Finding("weights.absent", what))
+    return found
+
+
+def _judged(theirs: torch.Tensor, ours: torch.Tensor, base: torch.Tensor | None) -> tuple[str, float]:
+    """How a tensor differs from the one in fp32, and the size of the update in it where it has another."""
+    if theirs.shape != ours.shape:
+        return "shape", 0.0
+    if theirs.equal(ours.to(theirs.dtype)):
+        return "same", 1.0
+    theirs_32 = theirs.float()
+    apart = (theirs_32 - ours).abs()
+    places = _last_place(ours, theirs.dtype)
+    beyond = float((apart > _ONE * places).float().mean())
+    if beyond <= _ROUNDED_TWICE:
+        return "same", 1.0
+    square = ours.ndim > 1 and ours.shape[-1] == ours.shape[-2]
+    if square and _near(theirs_32.transpose(-1, -2), ours, places):
+        return "transposed", 0.0
+    if base is not None:
+        moved, wanted = (theirs_32 - base).flatten().double(), (ours - base).flatten().double()
+        size = float(moved @ wanted / (wanted @ wanted))
+        noise = float(places.double().norm())
+        if float((moved - size * wanted).norm()) <= 2 * noise + 0.1 * float(wanted.norm()) * max(abs(size), 1):
+            if abs(size) <= _SCALE:
+                return "base", size
+            if abs(size - 1) > _SCALE:
+                return "scaled", size
+    return ("rounded", 1.0) if _near(theirs_32, ours, _ROUNDINGS * places) else ("other", 0.0)
+
+
+def _last_place(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Distance of neighbouring numbers of a format around each value; of its smallest normal one below that."""
+    limits = torch.finfo(dtype)
+    _, exponent = torch.frexp(values.abs().clamp(min=limits.smallest_normal))
+    return torch.ldexp(torch.full_like(values, limits.eps), exponent - 1)
+
+
+def _near(theirs: torch.Tensor, ours: torch.Tensor, allowed: torch.Tensor) -> bool:
+    return bool(((theirs - ours).abs() <= allowed).float().mean() > 1 - _CANCELLED)
+
+
+def _findings(kinds: dict[str, list[tuple[str, float]]], adapted: int, model: Any) -> list[Finding]:
+    """One finding for each way in which tensors differ."""
+    found = []
+    names = {kind: [name for name, _ in some] for kind, some in kinds.items()}
+    if shapes := names.get("shape"):
+        found.append(Finding("weights.shape", f"{len(shapes)} weights have another shape: {_first(shapes)}"))
+    if turned := names.get("transposed"):
+        found.append(Finding("weights.transposed", f"{len(turned)} weights are transposed: {_first(turned)}"))
+    if of_base := names.get("base"):
+        code = "weights.base" if len(of_base) == adapted else "weights.between"
+        what = f"{len(of_base)} of {adapted} weights that were trained are the base model's: {_first(of_base)}"
+        found.append(Finding(code, what))
+    if scaled := kinds.get("scaled"):
+        size = sum(one for _, one in scaled) / len(scaled)
+        what = f"the update has {size:.2f} times its size in {len(scaled)} of {adapted} weights"
+        found.append(Finding("weights.beyond" if size > 1 else "weights.between", what))
+    if others := names.get("other"):
+        embedded = {id(one.weight) for one in (model.get_input_embeddings(), model.get_output_embeddings()) if one}
+        places = {name for name, one in model.named_parameters(remove_duplicate=False) if id(one) in embedded}
+        code = "weights.embeddings" if set(others) <= places else "weights.differ"
+        found.append(Finding(code, f"{len(others)} weights differ: {_first(others)}"))
+    if rounded := names.get("rounded"):
+        what = f"{len(rounded)} weights are off by more than one rounding: {_first(rounded)}"
+        found.append(Finding("weights.beyond_format", what))
+    return found
+
+
+def _of_adapters(reference: Path, target: Path) -> list[Finding]:
+    """Settings and tensors of two adapters."""
+    ours, theirs = read_json(reference / ADAPTER), read_json(target / ADAPTER)
+    changed = [
+        f"{key} is {theirs.get(key)} instead of {ours.get(key)}" for key in _SCALES if ours.get(key) != theirs.get(key)
+    ]
+    found = [Finding("weights.beyond", ", ".join(changed))] if changed else []
+    try:
+        first, second = (load_file(folder / "adapter_model.safetensors") for folder in (reference, target))
+    except (OSError, SafetensorError):
+        log.info("the adapters' files are not compared: one is no adapter_model.safetensors")
+        return found
+    if missing := sorted(first.keys() - second.keys()):
+        what = f"{len(missing)} of {len(first)} tensors of the adapter are missing: {_first(missing)}"
+        found.append(Finding("weights.between", what))
+    other = [
+        name
+        for name in sorted(first.keys() & second.keys())
+        if first[name].shape != second[name].shape or _judged(second[name], first[name].float(), None)[0] != "same"
+    ]
+    if other:
+        what = f"{len(other)} of {len(first)} tensors of the adapter differ: {_first(other)}"
+        found.append(Finding("weights.differ", what))
+    return found
+
+
+def _first(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

@@ -1,0 +1,175 @@
+"""Ten ways to break a model that is served: ``verify`` names the cause of each, and lets honest copies pass."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_model import checkpoint, finished_run
+
+from halftune.cli import main
+from halftune.verify.measure import score
+from halftune.verify.probes import PROBES, Probe
+from halftune.verify.reference import open_reference
+from halftune.verify.targets.folder import load_plain
+
+LAYERS, BOS = 4, 1  # <|im_start|>, with which the template begins
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A result with probes whose answers end, its base, and its export in bf16."""
+    folder = tmp_path_factory.mktemp("verify")
+    base = checkpoint(
+        folder / "base", torch.bfloat16, vocab_size=4096, num_hidden_layers=LAYERS, tie_word_embeddings=True
+    )
+    adapter = {"type": "lora", "rank": 4, "alpha": 16, "target_modules": "all-linear"}
+    run = finished_run(folder / "run", base, adapter=adapter)
+    reference = open_reference(run / "final")
+    model, _ = load_plain(run / "final")
+    stop = reference.probes.stops[0]
+    pairs = [(one.prompt, [*one.answer[:8], stop]) for one in reference.probes.probes]
+    trained = score(model, pairs, 0, torch.device("cpu"))
+    probes = [
+        Probe(**{**dict(one), "answer": answer, "ended": True, "logprobs": own.logprobs, "top": own.top, "base": None})
+        for one, (_, answer), own in zip(reference.probes.probes, pairs, trained, strict=True)
+    ]
+    result = folder / "result"
+    shutil.copytree(run / "final", result)
+    (result / "manifest.json").unlink()
+    (result / PROBES).write_text(reference.probes.model_copy(update={"probes": probes, "bos": BOS}).as_json())
+    assert command("export", str(run), "--output", str(folder / "merged")) == 0
+    assert command("export", str(run), "--output", str(folder / "merged-fp32"), "--dtype", "fp32") == 0
+    return {"result": result, "base": base, "merged": folder / "merged"}
+
+
+def command(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(list(words))
+    return int(ended.value.code or 0)
+
+
+def verdict(made: dict[str, Path], target: Path, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, Any]:
+    capsys.readouterr()
+    status = command("verify", "--reference", str(made["result"]), "--against", str(target), "--json", *more)
+    return status, json.loads(capsys.readouterr().out)
+
+
+def codes(found: Any) -> list[str]:
+    return [one["code"] for one in found["findings"]]
+
+
+def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any], name: str = "model.safetensors") -> None:
+    weights = load_file(folder / name)
+    change(weights)
+    save_file({key: one.clone() for key, one in weights.items()}, folder / name, metadata={"format": "pt"})
+
+
+def edited(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+def extra_line(folder: Path) -> None:
+    template = folder / "chat_template.jinja"
+    template.write_text(
+        template.read_text().replace("{%- if add_generation_prompt", "\n{%- if add_generation_prompt", 1)
+    )
+    text = template.read_text()
+    template.write_text(text + "{{ '\\n' }}")
+
+
+def bos_twice(folder: Path) -> None:
+    template = folder / "chat_template.jinja"
+    template.write_text("{{ '<|im_start|>' }}" + template.read_text())
+
+
+def no_stop(folder: Path) -> None:
+    edited(folder / "generation_config.json", eos_token_id=[0])
+    edited(folder / "config.json", eos_token_id=0)
+
+
+def short_embeddings(folder: Path) -> None:
+    edited(folder / "config.json", vocab_size=4000)
+    changed(folder, lambda weights: weights.update({EMBED: weights[EMBED][:4000]}))
+
+
+def new_embeddings(folder: Path) -> None:
+    changed(folder, lambda weights: weights[EMBED][100:].normal_(std=0.02))
+
+
+def untied(folder: Path) -> None:
+    edited(folder / "config.json", tie_word_embeddings=False)
+
+
+def rounded_through(first: torch.dtype, second: torch.dtype) -> Callable[[Path], None]:
+    def rounds(folder: Path) -> None:
+        exact = load_file(folder.parent / "merged-fp32" / "model.safetensors")
+        changed(folder, lambda weights: weights.update({name: one.to(first).to(second) for name, one in exact.items()}))
+        edited(folder / "config.json", dtype=str(second).removeprefix("torch."))
+
+    return rounds
+
+
+EMBED = "model.embed_tokens.weight"
+
+
+def base_weights(folder: Path) -> None:
+    """The copy without the adapter."""
+    changed(folder, lambda weights: weights.update(load_file(folder.parent / "base" / "model.safetensors")))
+
+
+def half_the_layers(folder: Path) -> None:
+    own = load_file(folder.parent / "base" / "model.safetensors")
+    half = {name: one for name, one in own.items() if any(f".{layer}." in name for layer in range(LAYERS // 2))}
+    changed(folder, lambda weights: weights.update(half))
+
+
+def doubled(folder: Path) -> None:
+    own = load_file(folder.parent / "base" / "model.safetensors")
+
+    def twice(weights: dict[str, torch.Tensor]) -> None:
+        for name, one in weights.items():
+            weights[name] = (2 * one.float() - own[name].float()).to(one.dtype)
+
+    changed(folder, twice)
+
+
+BREAKS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "the adapter is not loaded": (base_weights, "weights.base"),
+    "half of its layers are dropped": (half_the_layers, "weights.between"),
+    "lora_alpha is doubled": (doubled, "weights.beyond"),
+    "the template has one more line": (extra_line, "tokens.differ"),
+    "BOS stands twice": (bos_twice, "tokens.bos_twice"),
+    "the stop token is missing": (no_stop, "stops.missing"),
+    "embeddings are cut": (short_embeddings, "weights.shape"),
+    "embeddings are made anew": (new_embeddings, "weights.embeddings"),
+    "the tied head is untied": (untied, "weights.head"),
+    "rounded to fp16 on the way to bf16": (rounded_through(torch.float16, torch.bfloat16), "weights.beyond_format"),
+    "rounded to bf16 on the way to fp16": (rounded_through(torch.bfloat16, torch.float16), "weights.beyond_format"),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_broken_copy_is_named(made: dict[str, Path], name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    breaks, code = BREAKS[name]
+    copy = made["merged"].parent / "copy"
+    shutil.copytree(made["merged"], copy, dirs_exist_ok=True)
+    try:
+        breaks(copy)
+        status, found = verdict(made, copy, capsys)
+    finally:
+        shutil.rmtree(copy)
+    assert status == 4
+    assert codes(found)[0] == code, found
+
+
+def test_honest_copies_pass(made: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    for target in (made["merged"], made["merged"].with_name("merged-fp32"), made["result"]):
+        status, found = verdict(made, target, capsys)
+        assert (status, found["findings"]) == (0, []), found
