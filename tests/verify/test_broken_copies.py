@@ -11,54 +11,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_model import checkpoint, finished_run
+from tiny_model import a_model, section
 
-from halftune.cli import main
-from halftune.verify.measure import score
-from halftune.verify.probes import PROBES, Probe
-from halftune.verify.reference import open_reference
-from halftune.verify.targets.folder import load_plain
+from halftune.model.tokenizer.tokenizer import load_tokenizer
 
-LAYERS, BOS = 4, 1  # <|im_start|>, with which the template begins
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A result with probes whose answers end, its base, and its export in bf16."""
-    folder = tmp_path_factory.mktemp("verify")
-    base = checkpoint(
-        folder / "base", torch.bfloat16, vocab_size=4096, num_hidden_layers=LAYERS, tie_word_embeddings=True
-    )
-    adapter = {"type": "lora", "rank": 4, "alpha": 16, "target_modules": "all-linear"}
-    run = finished_run(folder / "run", base, adapter=adapter)
-    reference = open_reference(run / "final")
-    model, _ = load_plain(run / "final")
-    stop = reference.probes.stops[0]
-    pairs = [(one.prompt, [*one.answer[:8], stop]) for one in reference.probes.probes]
-    trained = score(model, pairs, 0, torch.device("cpu"))
-    probes = [
-        Probe(**{**dict(one), "answer": answer, "ended": True, "logprobs": own.logprobs, "top": own.top, "base": None})
-        for one, (_, answer), own in zip(reference.probes.probes, pairs, trained, strict=True)
-    ]
-    result = folder / "result"
-    shutil.copytree(run / "final", result)
-    (result / "manifest.json").unlink()
-    (result / PROBES).write_text(reference.probes.model_copy(update={"probes": probes, "bos": BOS}).as_json())
-    assert command("export", str(run), "--output", str(folder / "merged")) == 0
-    assert command("export", str(run), "--output", str(folder / "merged-fp32"), "--dtype", "fp32") == 0
-    return {"result": result, "base": base, "merged": folder / "merged"}
-
-
-def command(*words: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(list(words))
-    return int(ended.value.code or 0)
-
-
-def verdict(made: dict[str, Path], target: Path, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, Any]:
-    capsys.readouterr()
-    status = command("verify", "--reference", str(made["result"]), "--against", str(target), "--json", *more)
-    return status, json.loads(capsys.readouterr().out)
+LAYERS = 4
+Verdict = Callable[..., tuple[int, Any]]
 
 
 def codes(found: Any) -> list[str]:
@@ -156,20 +114,39 @@ BREAKS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("name", BREAKS)
-def test_a_broken_copy_is_named(made: dict[str, Path], name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_copy_is_named(made: dict[str, Path], name: str, verdict: Verdict) -> None:
     breaks, code = BREAKS[name]
     copy = made["merged"].parent / "copy"
     shutil.copytree(made["merged"], copy, dirs_exist_ok=True)
     try:
         breaks(copy)
-        status, found = verdict(made, copy, capsys)
+        status, found = verdict(made["result"], copy)
     finally:
         shutil.rmtree(copy)
     assert status == 4
     assert codes(found)[0] == code, found
 
 
-def test_honest_copies_pass(made: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_honest_copies_pass(made: dict[str, Path], verdict: Verdict) -> None:
     for target in (made["merged"], made["merged"].with_name("merged-fp32"), made["result"]):
-        status, found = verdict(made, target, capsys)
+        status, found = verdict(made["result"], target)
         assert (status, found["findings"]) == (0, []), found
+
+
+def test_transposed_experts_are_named(tmp_path: Path, verdict: Verdict) -> None:
+    """Square matrices, which every loader takes."""
+    sizes = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 4096}
+    whole = tmp_path / "whole"
+    a_model("qwen3_moe", pad_token_id=0, **sizes).to(torch.bfloat16).save_pretrained(whole)
+    load_tokenizer(section("builtin:qwen2-tiny")).save_pretrained(whole)
+    copy = shutil.copytree(whole, tmp_path / "copy")
+
+    def turn(weights: dict[str, torch.Tensor]) -> None:
+        for name in weights:
+            if ".experts." in name:
+                weights[name] = weights[name].transpose(-1, -2).contiguous()
+
+    changed(copy, turn)
+    status, found = verdict(whole, copy)
+    assert status == 4
+    assert codes(found) == ["weights.transposed"], found

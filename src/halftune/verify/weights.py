@@ -99,8 +99,7 @@ def _judged(theirs: torch.Tensor, ours: torch.Tensor, base: torch.Tensor | None)
     beyond = float((apart > _ONE * places).float().mean())
     if beyond <= _ROUNDED_TWICE:
         return "same", 1.0
-    square = ours.ndim > 1 and ours.shape[-1] == ours.shape[-2]
-    if square and _near(theirs_32.transpose(-1, -2), ours, places):
+    if _turned(theirs_32, ours, places):
         return "transposed", 0.0
     if base is not None:
         moved, wanted = (theirs_32 - base).flatten().double(), (ours - base).flatten().double()
@@ -112,6 +111,14 @@ def _judged(theirs: torch.Tensor, ours: torch.Tensor, base: torch.Tensor | None)
             if abs(size - 1) > _SCALE:
                 return "scaled", size
     return ("rounded", 1.0) if _near(theirs_32, ours, _ROUNDINGS * places) else ("other", 0.0)
+
+
+def _turned(theirs: torch.Tensor, ours: torch.Tensor, places: torch.Tensor) -> bool:
+    """Whether a square matrix is transposed, or both halves of one: gate and up of experts."""
+    if ours.ndim < 2 or ours.shape[-2] not in (ours.shape[-1], 2 * ours.shape[-1]):
+        return False
+    halves = [one.split(ours.shape[-1], -2) for one in (theirs, ours, places)]
+    return all(_near(one.transpose(-1, -2), own, allowed) for one, own, allowed in zip(*halves, strict=True))
 
 
 def _last_place(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
