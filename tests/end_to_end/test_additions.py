@@ -53,7 +53,7 @@ def prepare(addition: Addition, copy: Path) -> None:
         "adapter": {"type": "lora", "rank": 4},
         "data": {"train": str(copy / "rows.jsonl"), "max_length": 64, "packing": False},
         "training": {"output_dir": str(copy / "run"), "max_steps": 2, "warmup_ratio": 0, "logging_steps": 1},
-        "logging": {"progress": False},
+        "logging": {"progress": False, "probes": 0},
     }
     (copy / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
     (copy / "overrides").write_text(" ".join(addition.overrides))

@@ -52,7 +52,7 @@ def recipe(tmp_path: Path, name: str) -> Path:
             "warmup_steps": 0,
             "save_steps": 4,
         },
-        "logging": {"progress": False},
+        "logging": {"progress": False, "probes": 0},
     }
     file = tmp_path / f"{name}.yaml"
     file.write_text(yaml.safe_dump(tree))

@@ -32,7 +32,7 @@ RECIPE: dict[str, Any] = {
     "data": {"train": "rows.jsonl", "max_length": 32, "packing": False},
     "training": {"max_steps": 2, "save_steps": 1, "per_device_train_batch_size": 1, "num_train_epochs": 9},
     "generation": {"max_new_tokens": 2},
-    "logging": {"progress": False},
+    "logging": {"progress": False, "probes": 0},
 }
 
 

@@ -156,7 +156,7 @@ def test_answers_to_sounds_are_those_of_transformers(tmp_path: Path) -> None:
         "data": {"train": str(tmp_path / "rows.jsonl"), "audio": True},
         "training": {"output_dir": str(tmp_path / "run"), "max_steps": 1},
         "generation": {"max_new_tokens": 5, "temperature": 0},
-        "logging": {"progress": False},
+        "logging": {"progress": False, "probes": 0},
     }
     (tmp_path / "recipe.yaml").write_text(json.dumps(tree))
     loaded = load_config(tmp_path / "recipe.yaml")

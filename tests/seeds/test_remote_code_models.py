@@ -79,7 +79,7 @@ def trained(flash, tmp_path: Path) -> Callable[..., Path]:
             "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 32},
             "training": {"output_dir": str(tmp_path / "run"), "save_steps": "end", **steps},
             "generation": {"max_new_tokens": 3},
-            "logging": {"progress": False},
+            "logging": {"progress": False, "probes": 0},
             **sections,
         }
         (tmp_path / "x.yaml").write_text(json.dumps(tree))

@@ -92,7 +92,7 @@ def recipe(tmp_path: Path, rows_file: Path, small_model: Path) -> Callable[..., 
                 "learning_rate": 1e-3,
                 "save_steps": "end",
             },
-            "logging": {"progress": False},
+            "logging": {"progress": False, "probes": 0},
         }
         path = tmp_path / "recipe.yaml"
         path.write_text(yaml.safe_dump(tree))

@@ -59,7 +59,7 @@ def recipe(folder: Path, kind: str, **changes: Any) -> tuple[Any, Plan]:
         "adapter": {"type": "lora", "rank": 2},
         "data": {**data, "group_by_length": False, **changes.pop("data", {})},
         "training": {"output_dir": str(folder / "run"), "max_steps": 2, "per_device_train_batch_size": 3},
-        "logging": {"progress": False},
+        "logging": {"progress": False, "probes": 0},
         **changes,
     }
     (folder / "recipe.yaml").write_text(json.dumps(tree))

@@ -35,6 +35,7 @@ from halftune.data.store import Example, Segment
 from halftune.hardware.catalogue import lookup
 from halftune.methods import AdapterOff
 from halftune.methods.grpo import ADVANTAGES, SAMPLED, SERVED, Grpo, advantages, reward_metrics, spread
+from halftune.model.generate import until_end
 from halftune.model.policy.policy import PolicyModel
 from halftune.model.tokenizer.tokenizer import load_tokenizer
 from halftune.plan import resolve
@@ -405,7 +406,7 @@ def test_an_answer_keeps_the_token_that_ends_it() -> None:
     """It is learned; an answer without one was cut off."""
     sampler = Sampler.__new__(Sampler)
     sampler.ends = [2, 5]
-    cut = [sampler._cut(np.array(one)) for one in ([7, 5, 2, 0], [2, 0, 0, 0], [7, 8, 9, 7])]
+    cut = [until_end(np.array(one), sampler.ends) for one in ([7, 5, 2, 0], [2, 0, 0, 0], [7, 8, 9, 7])]
     assert [one.tolist() for one in cut] == [[7, 5], [2], [7, 8, 9, 7]]
     assert sampler.truncated([Answer(one) for one in cut]).tolist() == [False, False, True]
 

@@ -46,7 +46,7 @@ def losses(folder: Path, name: str, adapter: str, precision: str, packing: bool,
             "per_device_train_batch_size": 1 if packing else len(ROWS),
             **how,
         },
-        "logging": {"progress": False},
+        "logging": {"progress": False, "probes": 0},
     }
     (folder / "recipe.yaml").write_text(json.dumps(recipe))
     loaded = load_config(folder / "recipe.yaml")

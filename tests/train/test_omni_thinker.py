@@ -33,7 +33,7 @@ def recipe(folder: Path, **changes: Any) -> tuple[Any, Plan]:
         "adapter": "none",
         "data": {"train": str(folder / "rows.jsonl"), "images": True, "max_length": 128},
         "training": {"output_dir": str(folder / "run"), "max_steps": 2, "learning_rate": 0.01},
-        "logging": {"progress": False},
+        "logging": {"progress": False, "probes": 0},
         **changes,
     }
     (folder / "recipe.yaml").write_text(json.dumps(tree))

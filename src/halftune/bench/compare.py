@@ -28,6 +28,7 @@ OWN = {
     "logging.report_to": "[]",
     "logging.sample_prompts": "[]",
     "logging.profile": "null",
+    "logging.probes": "0",
 }
 FOLDER = "training.output_dir"
 

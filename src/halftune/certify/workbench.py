@@ -79,7 +79,7 @@ class Workbench:
             "adapter": {"type": "lora", "rank": 4},
             "data": data,
             "training": training,
-            "logging": {"progress": False},
+            "logging": {"progress": False, "probes": 0},
             **sections,
         }
         path = self.folder / f"{name}.yaml"

@@ -226,10 +226,11 @@ def generate_answers(
             logits_processor=LogitsProcessorList([_Finite()] if processors is None else processors),
             synced_gpus=synced,
         )
-    return [_cut(row, ends) for row in made[:, longest:].cpu().numpy()]
+    return [until_end(row, ends) for row in made[:, longest:].cpu().numpy()]
 
 
-def _cut(answer: np.ndarray, ends: Sequence[int]) -> np.ndarray:
+def until_end(answer: np.ndarray, ends: Sequence[int]) -> np.ndarray:
+    """An answer up to the first token that ends it, which is kept: int32."""
     found = np.flatnonzero(np.isin(answer, list(ends)))
     return answer[: found[0] + 1 if len(found) else len(answer)].astype(np.int32)
 

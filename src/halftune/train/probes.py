@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from typing import Any
+
+from peft import PeftModel
 
 from halftune.core.log import FILE_ONLY, get_logger
 from halftune.model.generate import ending_ids
@@ -47,7 +50,7 @@ def _measured(run: TrainState, count: int) -> dict[str, str]:
     if not probes:
         log.info("the result has no %s: no row has a prompt of text that is short enough", PROBES)
         return {}
-    causal = run.model.get_base_model() if hasattr(run.model, "get_base_model") else run.model
+    causal: Any = run.model.get_base_model() if isinstance(run.model, PeftModel) else run.model
     found = Probes(
         rows="data.eval" if held else "data.train, held out" if evaluated else "data.train",
         model=config.model.name_or_path,

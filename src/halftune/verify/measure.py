@@ -5,15 +5,14 @@ Shapes: T tokens of an answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from peft import PeftModel
-from transformers import PreTrainedTokenizerBase
 
 from halftune.core.processes import heartbeat
 from halftune.data.batch import collate
@@ -25,8 +24,9 @@ from halftune.verify.draw import Question
 from halftune.verify.probes import TOP, Probe
 
 LONGEST_ANSWER = 32  # tokens
-_ROWS = 8  # prompts at a time
+_TOKENS = 4096  # of prompts at a time, with padding
 
+T = TypeVar("T")
 Around = Callable[[], AbstractContextManager[Any]]
 
 
@@ -47,7 +47,7 @@ class Scores:
 
 def measure(
     model: Any,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Any,
     questions: Sequence[Question],
     forward: Around = nullcontext,
     generating: Around = nullcontext,
@@ -69,10 +69,11 @@ def measure(
     device, pad = sharded or causal.device, tokenizer.pad_token_id or 0
     ends = ending_ids(tokenizer, causal.generation_config)
     limit = getattr(causal.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
-    questions = [one for one in questions if len(one.ids) + LONGEST_ANSWER <= limit]
+    fitting = (one for one in questions if len(one.ids) + LONGEST_ANSWER <= limit)
+    questions = sorted(fitting, key=lambda one: len(one.ids))  # little padding
     with torch.no_grad(), evaluating(model), torch.compiler.set_stance("force_eager"):
         answers: list[list[int]] = []
-        for part in _parts(questions):
+        for part in _parts(questions, lambda one: len(one.ids)):
             with generating(), forward():
                 prompts = [np.array(one.ids, np.int32) for one in part]
                 made = generate_answers(causal, prompts, ends, LONGEST_ANSWER, device, pad, synced=sharded is not None)
@@ -118,7 +119,7 @@ def score(
         asked: for each answer ``[T, K]`` tokens whose log-probabilities are wanted too.
     """
     found: list[Scores] = []
-    for part in _parts(pairs):
+    for part in _parts(pairs, lambda pair: len(pair[0]) + len(pair[1])):
         examples = [Example((_segment(prompt, answer),)) for prompt, answer in part]
         wanted = [ids for answer in asked[len(found) : len(found) + len(part)] for ids in answer]
         rows: list[tuple[float, list[tuple[int, float]], list[float]]] = []
@@ -144,5 +145,13 @@ def _segment(prompt: list[int], answer: list[int]) -> Segment:
     return Segment(ids, np.arange(len(ids)) >= len(prompt))
 
 
-def _parts(items: Sequence[Any]) -> list[Sequence[Any]]:
-    return [items[start : start + _ROWS] for start in range(0, len(items), _ROWS)]
+def _parts(items: Sequence[T], length: Callable[[T], int]) -> Iterator[list[T]]:
+    """Successive items that fit ``_TOKENS`` when padded; at least one."""
+    part: list[T] = []
+    for one in items:
+        if part and (len(part) + 1) * max(map(length, [*part, one])) > _TOKENS:
+            yield part
+            part = []
+        part.append(one)
+    if part:
+        yield part

@@ -2,5 +2,5 @@
 
 In: a `Draft` with LLaMA-Factory's values.
 Out: the same draft with halftune's.
-Imported by: nothing directly; a table names its modules.
+Imported by: name, from a table.
 """

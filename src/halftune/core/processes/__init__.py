@@ -3,5 +3,5 @@
 In: the environment, process IDs, untrusted calls.
 Out: identities, heartbeats, limits, failure files.
 Imported by: `bench`, `cli`, `config`, `core.atomic`, `core.log`, `core.manifest`, `core.status`, `data`,
-    `halftune_webui`, `launch`, `model`, `plan`, `train`.
+    `halftune_webui`, `launch`, `model`, `plan`, `train`, `verify`.
 """

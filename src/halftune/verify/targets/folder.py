@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from halftune.config.facts.folder import read_json
 from halftune.core.errors import ModelError
@@ -59,12 +60,11 @@ class FolderTarget:
 
     def stops(self, probes: Probes, tokenizer: Any) -> set[int] | None:
         """See ``Target``. What ``generate`` stops at without being told more."""
-        config = base_of(self.model).generation_config
-        listed = config.eos_token_id if config is not None else None
-        if listed is None:
-            listed = base_of(self.model).config.get_text_config().eos_token_id
+        base = base_of(self.model)
         if self.kind == "adapter":  # its own tokenizer says where an answer ends
-            return set(ending_ids(self.tokenizer, config))
+            return set(ending_ids(self.tokenizer, base.generation_config))
+        listed = base.generation_config.eos_token_id if base.generation_config is not None else None
+        listed = base.config.get_text_config().eos_token_id if listed is None else listed
         return set(listed if isinstance(listed, list) else [] if listed is None else [listed])
 
     def see(self, probes: Sequence[Probe], tokenizer: Any) -> Seen:
@@ -107,7 +107,9 @@ def load_plain(folder: Path, base: str = "", dtype: Any = "auto") -> tuple[Any, 
                 named = read_json(folder / ADAPTER).get("base_model_name_or_path")
                 whole, absent = load_plain(Path(base or str(named)), dtype=dtype)
                 return PeftModel.from_pretrained(whole, str(folder)).eval(), absent
-            model, told = AutoModelForCausalLM.from_pretrained(str(folder), **options)
+            named = (AutoConfig.from_pretrained(str(folder)).architectures or [""])[0]  # also of towers
+            kind: Any = getattr(transformers, named, AutoModelForCausalLM)
+            model, told = kind.from_pretrained(str(folder), **options)
     except LOAD_ERRORS as error:
         what = f"plain transformers cannot load it: {first_line(error)}"
         remedy = "check the folder; name the base model of an adapter with --base"

@@ -2,7 +2,7 @@
 
 In: the name of a builtin set.
 Out: `FileRows`.
-Imported by: `data.sources`, `data.stream`.
+Imported by: `data.sources`, `data.stream`, `verify`.
 """
 
 from __future__ import annotations

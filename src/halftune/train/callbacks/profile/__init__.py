@@ -2,5 +2,5 @@
 
 In: a run's state, for the steps that are profiled.
 Out: tables by group of operators and by operator, and a trace.
-Imported by: nothing directly; a table names its modules.
+Imported by: name, from a table.
 """

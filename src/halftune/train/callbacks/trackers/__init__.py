@@ -2,5 +2,5 @@
 
 In: a run's metrics.
 Out: lines in TensorBoard, Weights & Biases, MLflow, SwanLab, Trackio.
-Imported by: nothing directly; a table names its modules.
+Imported by: name, from a table.
 """
