@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if (args.run is None) == (args.reference is None):
         what = "name a run, or a model with --reference" if args.run is None else "a run and --reference"
         remedy = "for example: halftune verify runs/mine --against models/mine"
-        raise ConfigError(what, where="halftune verify", remedy=remedy, code="verify.no_reference")
+        raise ConfigError(what, remedy=remedy, code="verify.no_reference")
     folder = _result(args.run) if args.run else Path(os.path.expanduser(args.reference))
     with quick_imports():
         from halftune.verify.reference import open_reference
