@@ -75,8 +75,8 @@ def record_step(config: RunConfig, plan: Plan, device: Device, *, sample: int | 
         registered_attention(plan) as attention,
     ):
         model = _model(config, plan, attention, mode)
-        run = _state(config, plan, model)
-        batches = [_batch(run, length) for _ in range(plan.batch.accumulation)]
+        run = state(config, plan, model, CUDA)
+        batches = [micro_batch(run, length) for _ in range(plan.batch.accumulation)]
         with fused_on_paper(model, plan) as fused, recorder.watching(model):
             before = start_step(run, _to_gpu(batches))
             if not run.late:
@@ -131,8 +131,9 @@ def _model(config: RunConfig, plan: Plan, attention: str, mode: Any) -> Any:
     return model
 
 
-def _state(config: RunConfig, plan: Plan, model: Any) -> TrainState:
-    accelerator: Any = SimpleNamespace(num_processes=1, process_index=0, is_main_process=True, device=CUDA)
+def state(config: RunConfig, plan: Plan, model: Any, device: torch.device) -> TrainState:
+    """The state of a run of one process without data, for ``start_step``."""
+    accelerator: Any = SimpleNamespace(num_processes=1, process_index=0, is_main_process=True, device=device)
     optimizer = make_optimizer(model, config.training, plan.precision, config.adapter)
     absent: Any = None
     run = TrainState(
@@ -144,7 +145,7 @@ def _state(config: RunConfig, plan: Plan, model: Any) -> TrainState:
         inputs={},
         accelerator=accelerator,
         strategy=Strategy(accelerator, plan),
-        device=CUDA,
+        device=device,
         is_main=True,
         model=model,
         wrapped=model,
@@ -165,7 +166,7 @@ def _state(config: RunConfig, plan: Plan, model: Any) -> TrainState:
     return run
 
 
-def _batch(run: TrainState, length: int) -> Batch:
+def micro_batch(run: TrainState, length: int) -> Batch:
     """A micro-batch of full rows, every token labelled."""
     many = run.config.method.segments
     rows, packed = run.plan.batch.micro_batch * many, run.plan.batch.packing.value
