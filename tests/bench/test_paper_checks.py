@@ -87,8 +87,8 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorded, Any, int]:
     return paper, measured, sum(storages.values())
 
 
-# What a CPU computes by other operators: the loss (on GPUs a kernel of halftune) and the gradient of an index; and copies
-# between host and GPU.
+# What a CPU computes by other operators: the loss, on GPUs a kernel of halftune, and the gradient of an index. What it
+# has no need of: copies between host and GPU.
 LOSS, OTHERS = "_LinearCrossEntropySum", {"aten::index_put", "aten::_to_copy", "aten::copy"}
 
 

@@ -84,8 +84,9 @@ def _adapt(linear: nn.Linear, rank: int, recorder: Recorder) -> None:
     linear.lora_A = nn.Parameter(weight.new_empty(rank, linear.in_features))
     linear.lora_B = nn.Parameter(weight.new_empty(linear.out_features, rank))
 
-    def forward(x: torch.Tensor) -> Any:
-        return F.linear(x, linear.weight, linear.bias) + _TritonLora.apply(x, linear.lora_A, linear.lora_B, recorder)
+    def forward(input: torch.Tensor) -> Any:
+        adapted = _TritonLora.apply(input, linear.lora_A, linear.lora_B, recorder)
+        return F.linear(input, linear.weight, linear.bias) + adapted
 
     linear.forward = forward
 

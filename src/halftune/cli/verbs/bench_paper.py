@@ -69,7 +69,8 @@ def _one(
         if loaded.run.training.max_steps is not None:
             pace = Pace(report.tokens_per_second, plan.batch.tokens_per_step, None)
             print(duration(loaded.run, plan, pace, "predicted"))
-        print("\n".join(_lines(data)))
+        for line in _lines(data):
+            print(line)
     return data
 
 
