@@ -51,14 +51,15 @@ def test_flops_of_experts_are_the_closed_formula(tmp_path: Path) -> None:
     assert found.time.kinds[GEMM].flops == pytest.approx(both_ways(weights, SOFTMAX - HEADS * D * H), rel=0.01)
 
 
-def test_pairs_take_the_reference_too(tmp_path: Path) -> None:
-    """One more forward pass, of the model without its adapter."""
-    keys = {"method": {"type": "dpo"}, "data": {"train": "builtin:python-pairs", "max_length": T, "packing": True}}
+@pytest.mark.parametrize(("method", "references"), [("dpo", 1), ("simpo", 0)])
+def test_pairs_take_the_reference_too(method: str, references: int, tmp_path: Path) -> None:
+    """One more forward pass, of the model without its adapter, where the method has a reference."""
+    keys = {"method": {"type": method}, "data": {"train": "builtin:python-pairs", "max_length": T, "packing": True}}
     found = recorded(recipe(tmp_path, "llama", **keys))
     assert found.recorded.tokens == 2 * T
-    assert found.time.kinds[ATTENTION].flops == LAYERS * 4.5 * 4 * D * HEADS * 2 * PAIRS
+    assert found.time.kinds[ATTENTION].flops == LAYERS * (3.5 + references) * 4 * D * HEADS * 2 * PAIRS
     weights = LAYERS * (SOFTMAX + 3 * H * M)
-    expected = both_ways(weights, SOFTMAX - HEADS * D * H) + 2 * T * weights
+    expected = both_ways(weights, SOFTMAX - HEADS * D * H) + 2 * T * weights * references
     assert found.time.kinds[GEMM].flops == pytest.approx(2 * expected)
 
 

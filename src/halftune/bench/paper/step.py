@@ -34,7 +34,7 @@ from halftune.train.schedule import make_schedule
 from halftune.train.state import TrainState
 
 _STEPS = 100  # of the schedule
-_METHODS = ("sft", "pretrain", "dpo", "simpo", "orpo", "cpo", "reward")
+_METHODS = ("sft", "pretrain", "dpo", "simpo", "orpo", "cpo")
 
 
 @dataclass(frozen=True)
