@@ -174,9 +174,9 @@ def main() -> None:
         print(row(kind, *cells, f"{TOKENS / guesses[index]:,.0f}", f"{error:+.0%}", "yes" if fitted else "no"))
     near = sum(error <= 0.2 for error in errors)
     print(
-        f"\nOf the five others, {near} are within 20 %. The largest error is {max(errors):.0%}. Wide feed-forward layers are predicted too"
+        f"\nOf the five others, {near} are within 20 %. The largest error is {max(errors):.0%}. Wide feed-forward layers are"
     )
-    print("fast: their activation is arithmetic, of which the profiler counts only the bytes.")
+    print("predicted too fast: their activation is arithmetic, of which the profiler counts only the bytes.")
 
 
 if __name__ == "__main__":
