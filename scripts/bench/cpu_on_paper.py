@@ -173,10 +173,8 @@ def main() -> None:
         cells = (numbers[0], numbers[2], f"{len(made.launches):,}", f"{TOKENS / measured[index]:,.0f}")
         print(row(kind, *cells, f"{TOKENS / guesses[index]:,.0f}", f"{error:+.0%}", "yes" if fitted else "no"))
     near = sum(error <= 0.2 for error in errors)
-    print(
-        f"\nOf the five others, {near} are within 20 %. The largest error is {max(errors):.0%}. Wide feed-forward layers are"
-    )
-    print("predicted too fast: their activation is arithmetic, of which the profiler counts only the bytes.")
+    print(f"\nOf the five others, {near} are within 20 %. The largest error is {max(errors):.0%}.")
+    print("Wide feed-forward layers are predicted too fast: their activation is arithmetic, of which only bytes count.")
 
 
 if __name__ == "__main__":

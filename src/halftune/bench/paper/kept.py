@@ -10,6 +10,7 @@ from typing import Any
 from halftune import __version__
 from halftune.config.run import RunConfig
 from halftune.core.atomic import write_text
+from halftune.core.errors import ConfigError
 from halftune.core.files import cache_dir, read_json
 from halftune.core.log import get_logger
 from halftune.plan import Plan, to_dict
@@ -28,12 +29,12 @@ _OF_MACHINE = ("memory", "warnings")  # differ with what else uses the machine
 
 def keep(config: RunConfig, plan: Plan, device: str, tokens_per_second: float) -> None:
     """Keep a prediction; a cache that cannot be written is a warning."""
-    path = _path(config, plan, device)
     try:
+        path = _path(config, plan, device)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps({"tokens_per_second": tokens_per_second}))
-    except OSError as error:
-        log.warning("predicted speed not kept: %s: %s", path.parent, error.strerror)
+    except (OSError, ConfigError) as error:
+        log.warning("predicted speed not kept: %s", error)
 
 
 def known(config: RunConfig, plan: Plan, device: str) -> Pace | None:
@@ -45,7 +46,7 @@ def known(config: RunConfig, plan: Plan, device: str) -> Pace | None:
     """
     try:
         speed = float(read_json(_path(config, plan, device))["tokens_per_second"])
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ConfigError, ValueError, TypeError, KeyError):
         return None
     return Pace(speed, plan.batch.tokens_per_step, None) if speed > 0 else None
 
