@@ -355,7 +355,8 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path, capsys: pytest.Capt
     [
         ("b200", {}, "bench.no_roofline"),
         ("mi300x", {}, "bench.no_roofline"),
-        ("h200", {"method": {"type": "dpo"}}, "bench.paper_unsupported"),
+        ("h200", {"method": {"type": "kto"}}, "bench.paper_unsupported"),
+        ("h200", {"method": {"type": "dpo", "reference": "precomputed"}}, "bench.paper_unsupported"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused(machine: str, keys: dict[str, Any], code: str, tmp_path: Path) -> None:

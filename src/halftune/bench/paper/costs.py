@@ -111,8 +111,10 @@ def cost_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any, lengths: Len
 
 
 def named_arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by their names in an operator's schema; defaults are left out."""
-    return {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    """Arguments by their names in an operator's schema, defaults included."""
+    schema = func._schema.arguments
+    defaults = {one.name: one.default_value for one in schema if one.has_default_value()}
+    return defaults | {one.name: value for one, value in zip(schema, args, strict=False)} | kwargs
 
 
 def flops_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> float:

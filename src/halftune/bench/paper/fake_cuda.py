@@ -23,6 +23,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
+from transformers import masking_utils
 
 from halftune.bench.paper.recorder import Recorder
 from halftune.bench.paper.scans import scan_seconds
@@ -202,6 +203,7 @@ def _answers(recorder: Recorder, device: Device, capability: tuple[int, int]) ->
     yield from (patch.object(torch.cuda, name, answer) for name, answer in cuda.items())
     yield patch.object(FakeTensor, "tolist", _list(recorder))
     yield patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    yield patch.object(masking_utils, "is_tracing", lambda *_: False)  # true of fake tensors, which then get a mask
     yield patch.object(torch.random, "fork_rng", lambda *_, **__: nullcontext())
     yield patch.object(torch.utils.checkpoint, "get_device_states", lambda *_: ([], []))
     yield patch.object(clip_grad, "_has_foreach_support", lambda _, device: device.type == "cuda")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from halftune.bench.paper.syncs import answer, by_positions, on_gpu, sync_of
 from halftune.bench.paper.values import Values
 from halftune.precision.dtypes import plain_name
 
+_BLOCK = 512  # bytes; torch's allocator rounds up to them (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)
 _CPU, _CUDA = torch.device("cpu"), torch.device("cuda", 0)
 _forward_calls: Callable[[], int] = vars(torch._C)["_autograd"]._get_sequence_nr
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)(?:\.|$)")
@@ -90,6 +92,8 @@ class Recorder(TorchDispatchMode):
         self.syncs: list[Sync] = []
         self.on = False
         self.session = 0  # counts recordings
+        self.bytes, self.peak = 0, 0  # of live tensors on the GPU, in blocks of its allocator
+        self._blocks: set[int] = set()  # their storages
         self._names: dict[nn.Module, Context] = {}
         self._stack: list[Context] = []
         self._made: dict[int, Context] = {}  # by autograd's number of the forward call
@@ -106,6 +110,7 @@ class Recorder(TorchDispatchMode):
         func, args = by_positions(func, args, self.values)
         own = answer(func, kwargs, self.values) if any(map(is_fake, args)) else None
         out = (own or func)(*args, **kwargs)
+        self._allocate(out)
         self.values.follow(func, args, kwargs, out)
         self._note(func, args, kwargs, out, sys._getframe(1))
         return out
@@ -132,6 +137,7 @@ class Recorder(TorchDispatchMode):
     def recording(self) -> Iterator[None]:
         """Inside, kernels and waits are recorded; earlier records are dropped."""
         self.launches, self.syncs, self._calls, self.on = [], [], 0, True
+        self.peak = self.bytes
         self.session += 1
         try:
             yield
@@ -160,6 +166,22 @@ class Recorder(TorchDispatchMode):
             return operands[0].fake_device if isinstance(operands[0], FakeTensor) and not self.moves else _CPU
         made = self.on_gpu and not self.by_python and func is not torch.ops.aten.scalar_tensor.default
         return _CUDA if made else _CPU
+
+    def _allocate(self, out: Any) -> None:
+        """Count the memory of new tensors until their storages are freed."""
+        for tensor in filter(on_gpu, tensors_in(out)):
+            storage = tensor.untyped_storage()
+            if (key := storage._cdata) in self._blocks:
+                continue
+            size = -(-storage.nbytes() // _BLOCK) * _BLOCK
+            self._blocks.add(key)
+            self.bytes += size
+            self.peak = max(self.peak, self.bytes)
+            weakref.finalize(storage, self._free, key, size).atexit = False
+
+    def _free(self, key: int, size: int) -> None:
+        self._blocks.discard(key)
+        self.bytes -= size
 
     def _note(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, frame: FrameType | None) -> None:
         context = self._context(frame)

@@ -40,6 +40,11 @@ class PaperReport:
         """Tokens of a step over its time."""
         return self.recorded.tokens / self.time.seconds
 
+    @property
+    def launches_per_layer(self) -> float:
+        """Kernel launches of a decoder layer, forward and backward: the sum of the kinds' medians over layers."""
+        return sum(one.launches for one in self.time.layer_kinds.values())
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data; sums are of a whole step, seconds of one GPU."""
         time, made = self.time, self.recorded
@@ -57,6 +62,8 @@ class PaperReport:
             "host_seconds": time.host,
             "gpu_waits_seconds": time.waiting,
             "bound_by": time.bound,
+            "peak_bytes": made.peak,
+            "launches_per_layer": self.launches_per_layer,
             "kinds": {kind: asdict(one) for kind, one in time.kinds.items()},
             "layers": {str(layer): asdict(one) for layer, one in sorted(time.layers.items())},
             "layer": {kind: asdict(one) for kind, one in time.layer_kinds.items()},
@@ -90,6 +97,7 @@ class PaperReport:
             f"host syncs a step: {len(made.syncs)}",
             *(f"  {many} × {what}: {line}" for (what, line), many in self._syncs().items()),
             "",
+            f"tensors take {made.peak / 2**30:.1f} GiB at their most",
             f"step {time.seconds * 1e3:,.1f} ms: GPU {time.gpu * 1e3:,.1f} ms, host {time.host * 1e3:,.1f} ms, "
             f"the GPU waits {time.waiting * 1e3:,.1f} ms",
             f"{self.tokens_per_second:,.0f} tokens/s ({1e6 / self.tokens_per_second:.1f} µs a token, "

@@ -17,7 +17,7 @@ from halftune.bench.paper.recorder import Launch, Recorder, Sync
 from halftune.config.run import RunConfig
 from halftune.config.sections.model import LoraAdapter
 from halftune.core.errors import PlanError
-from halftune.data.batch import LABEL_POSITIONS, Batch, collate
+from halftune.data.batch import LABEL_POSITIONS, WEIGHT, Batch, collate
 from halftune.data.store import NO_LABEL, Example, Segment
 from halftune.hardware import Device
 from halftune.methods import make_method
@@ -34,12 +34,15 @@ from halftune.train.schedule import make_schedule
 from halftune.train.state import TrainState
 
 _STEPS = 100  # of the schedule
-_METHODS = ("sft", "pretrain")
+_METHODS = ("sft", "pretrain", "dpo", "simpo", "orpo", "cpo")
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A recorded step: its launches and waits, tokens, samples per row, and what was fused."""
+    """A recorded step: its launches and waits, tokens, samples per row, what was fused, and memory.
+
+    ``peak``: bytes of all tensors at their most, without workspaces of libraries and reserves of the allocator.
+    """
 
     launches: list[Launch]
     syncs: list[Sync]
@@ -48,6 +51,7 @@ class Recorded:
     sample: int
     layers: int
     fused: str
+    peak: int
 
 
 def record_step(config: RunConfig, plan: Plan, device: Device, *, sample: int | None = None) -> Recorded:
@@ -63,7 +67,7 @@ def record_step(config: RunConfig, plan: Plan, device: Device, *, sample: int | 
         HalftuneError: the model cannot be built.
     """
     check_supported(config, plan, device)
-    recorder = Recorder(_ranks(config))
+    recorder = Recorder(ranks(config))
     length = min(sample or config.data.max_length, config.data.max_length)
     with (
         torch.random.fork_rng(devices=[]),
@@ -71,8 +75,8 @@ def record_step(config: RunConfig, plan: Plan, device: Device, *, sample: int | 
         registered_attention(plan) as attention,
     ):
         model = _model(config, plan, attention, mode)
-        run = _state(config, plan, model)
-        batches = [_batch(run, length) for _ in range(plan.batch.accumulation)]
+        run = state(config, plan, model, CUDA)
+        batches = [micro_batch(run, length) for _ in range(plan.batch.accumulation)]
         with fused_on_paper(model, plan) as fused, recorder.watching(model):
             before = start_step(run, _to_gpu(batches))
             if not run.late:
@@ -82,7 +86,7 @@ def record_step(config: RunConfig, plan: Plan, device: Device, *, sample: int | 
                 finish_step(run, before if run.late else now)
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
     tokens = sum(batch.fed for batch in batches)
-    return Recorded(recorder.launches, recorder.syncs, recorder.calls, tokens, length, layers, fused)
+    return Recorded(recorder.launches, recorder.syncs, recorder.calls, tokens, length, layers, fused, recorder.peak)
 
 
 def check_supported(config: RunConfig, plan: Plan, device: Device) -> None:
@@ -95,6 +99,7 @@ def check_supported(config: RunConfig, plan: Plan, device: Device) -> None:
         f"{device.kind} devices": device.kind != "cuda",
         f"method: {config.method.type}": config.method.type not in _METHODS,
         "frozen weights that are quantised": plan.weights.format.value not in (None, "none"),
+        "a reference computed before training": plan.method.reference.value == "precomputed",
         "images and audio": bool(config.data.media),
         "several processes": plan.batch.world_size > 1,
     }
@@ -107,7 +112,7 @@ def _to_gpu(batches: list[Batch]) -> list[Batch]:
     return [batch.to(CUDA) for batch in batches]
 
 
-def _ranks(config: RunConfig) -> frozenset[int]:
+def ranks(config: RunConfig) -> frozenset[int]:
     """Sizes of an adapter's inner dimension, alone and stacked for query, key and value."""
     adapter = config.adapter
     return frozenset(adapter.rank * many for many in (1, 2, 3)) if isinstance(adapter, LoraAdapter) else frozenset()
@@ -126,8 +131,9 @@ def _model(config: RunConfig, plan: Plan, attention: str, mode: Any) -> Any:
     return model
 
 
-def _state(config: RunConfig, plan: Plan, model: Any) -> TrainState:
-    accelerator: Any = SimpleNamespace(num_processes=1, process_index=0, is_main_process=True, device=CUDA)
+def state(config: RunConfig, plan: Plan, model: Any, device: torch.device) -> TrainState:
+    """The state of a run of one process without data, for ``start_step``."""
+    accelerator: Any = SimpleNamespace(num_processes=1, process_index=0, is_main_process=True, device=device)
     optimizer = make_optimizer(model, config.training, plan.precision, config.adapter)
     absent: Any = None
     run = TrainState(
@@ -139,7 +145,7 @@ def _state(config: RunConfig, plan: Plan, model: Any) -> TrainState:
         inputs={},
         accelerator=accelerator,
         strategy=Strategy(accelerator, plan),
-        device=CUDA,
+        device=device,
         is_main=True,
         model=model,
         wrapped=model,
@@ -160,20 +166,24 @@ def _state(config: RunConfig, plan: Plan, model: Any) -> TrainState:
     return run
 
 
-def _batch(run: TrainState, length: int) -> Batch:
+def micro_batch(run: TrainState, length: int) -> Batch:
     """A micro-batch of full rows, every token labelled."""
-    rows, packed = run.plan.batch.micro_batch, run.plan.batch.packing.value
+    many = run.config.method.segments
+    rows, packed = run.plan.batch.micro_batch * many, run.plan.batch.packing.value
     total = rows * run.config.data.max_length
     lengths = [length] * (total // length if packed else rows)
     if packed and total % length:
         lengths.append(total % length)
-    examples = [Example((Segment(np.arange(n, dtype=np.int32) % 100, np.ones(n, dtype=bool)),)) for n in lengths]
+    segments = [Segment(np.arange(n, dtype=np.int32) % 100, np.ones(n, dtype=bool)) for n in lengths]
+    examples = [Example(tuple(segments[at : at + many])) for at in range(0, len(segments) // many * many, many)]
     with unset_fake_temporarily():  # as the data's
         made = collate(examples, 0, packed=packed)
         predicted = made.tokens["labels"][:, 1:] != NO_LABEL
         positions = predicted.any(dim=0).nonzero().squeeze(1)
     labelled = int(predicted.sum())
-    weight = float(sum(run.method.weight(example) for example in examples))
+    weights = torch.tensor([run.method.weight(example) for example in examples])
     fed = made.tokens["input_ids"].numel()
     extras = {**made.extras, LABEL_POSITIONS: positions}
-    return replace(made, extras=extras, weight=weight, fed=fed, real=sum(lengths), trained=labelled)
+    columns = {WEIGHT: weights}
+    counts = {"weight": float(weights.sum()), "fed": fed, "real": sum(lengths), "trained": labelled}
+    return replace(made, extras=extras, columns=columns, **counts)

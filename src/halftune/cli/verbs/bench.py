@@ -6,6 +6,7 @@ halftune bench --config x.yaml --vary data.packing=false --vary "precision=bf16 
 halftune bench --config a.yaml --config b.yaml --repeat 5 --json
 halftune bench --config x.yaml --steps 50 training.per_device_train_batch_size=2
 halftune bench --paper --hardware h200 --config x.yaml          predict on paper: no GPU, no weights, nothing measured
+halftune bench --paper --hardware h200,h100,a100 --price 3.5,2.5,1.5 --compare transformers --config x.yaml
 
 Every run is a separate process in a temporary folder: training.output_dir is not used, and nothing is evaluated or
 saved. On a CPU, OMP_NUM_THREADS=1 gives the most stable numbers.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 
 from halftune.bench.compare import cases, compare
@@ -40,7 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=positive, default=3, metavar="N", help="warm-up steps (default 3)")
     parser.add_argument("--repeat", type=positive, metavar="N", help="runs of each (default 1, or 3 in a comparison)")
     parser.add_argument("--paper", action="store_true", help="predict on paper, for --hardware, without a GPU")
-    parser.add_argument("--hardware", metavar="NAME", help="with --paper: h200, h100, a100, rtx4090 or t4")
+    parser.add_argument("--hardware", metavar="NAME[,NAME …]", help="with --paper: h200, h100, a100, rtx4090, t4")
+    parser.add_argument(
+        "--price", type=prices, metavar="N[,N …]", help="with --paper: price of an hour of each GPU, in any currency"
+    )
+    parser.add_argument(
+        "--compare", choices=["transformers"], help="with --paper: also predict transformers with peft, all logits"
+    )
     parser.add_argument(
         "--with", dest="packages", action="append", default=[], metavar="PACKAGE=VERSION",
         help="with --paper: assume that this package is installed",
@@ -49,6 +57,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sample-length", type=positive, metavar="N", help="with --paper: tokens of a sample (default data.max_length)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def prices(text: str) -> list[float]:
+    """Parse positive numbers, separated by commas."""
+    try:
+        found = [float(one) for one in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 < one < math.inf for one in found):
+        raise argparse.ArgumentTypeError(f"expected positive numbers separated by commas, got {text!r}")
+    return found
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,8 +79,8 @@ def run(args: argparse.Namespace) -> int:
         from halftune.cli.verbs.bench_paper import predict  # without measuring
 
         return predict(args)
-    if args.hardware or args.packages or args.sample_length:
-        what = "--hardware, --with and --sample-length require --paper"
+    if args.hardware or args.packages or args.sample_length or args.price or args.compare:
+        what = "--hardware, --with, --sample-length, --price and --compare require --paper"
         raise ConfigError(what, remedy="add --paper; without it, this machine is measured", code="cli.option_conflict")
     chosen = cases(args.config, [*args.overrides, *args.set], args.vary)
     repeat = args.repeat or (3 if len(chosen) > 1 else 1)

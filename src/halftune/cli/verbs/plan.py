@@ -16,6 +16,7 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
+from halftune.bench.paper.kept import known
 from halftune.cli.overrides import add_config_arguments, load_from, positive
 from halftune.config.recipe_facts import model_facts
 from halftune.config.run import RunConfig
@@ -77,12 +78,12 @@ def run(args: argparse.Namespace) -> int:
         if error.code not in NOT_HERE:
             raise
         missing = error
-    pace = None if args.hardware else read_pace(Path(loaded.run.training.output_dir))
+    measured = None if args.hardware else read_pace(Path(loaded.run.training.output_dir))
     if args.json:
         print(json.dumps(to_dict(plan), indent=2, ensure_ascii=False))
         args.answered = True  # it includes whether the run fits
     else:
-        print(explain(plan, footer=_time(loaded.run, plan, pace)))
+        print(explain(plan, footer=_time(loaded.run, plan, measured, hardware.devices[0].name)))
     if missing is not None and args.hardware is None:
         raise missing
     if missing is not None:
@@ -120,7 +121,9 @@ def _is_version(text: str) -> bool:
     return True
 
 
-def _time(config: RunConfig, plan: Plan, pace: Pace | None) -> list[str]:
-    if pace is None:
-        return ["Time: unknown before a first run in training.output_dir."]
-    return [duration(config, plan, pace)]
+def _time(config: RunConfig, plan: Plan, measured: Pace | None, device: str) -> list[str]:
+    if measured is not None:
+        return [duration(config, plan, measured)]
+    if (predicted := known(config, plan, device)) is not None:
+        return [duration(config, plan, predicted, "predicted by bench --paper")]
+    return ["Time: unknown before a first run in training.output_dir."]

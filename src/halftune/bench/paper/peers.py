@@ -1,0 +1,143 @@
+"""Steps of other tools on fake CUDA tensors, to compare with: transformers with peft, and NeMo AutoModel's LoRA recipe.
+
+What they share: transformers' model and attention by SDPA, logits of all tokens, cross-entropy in fp32, AdamW with one
+kernel. Every row is full and every token labelled, so that no mask is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from torch.nn import functional as F
+
+from halftune.bench.paper.fake_cuda import CUDA, fake_cuda, move
+from halftune.bench.paper.recorder import Recorder
+from halftune.bench.paper.step import Recorded, check_supported, ranks
+from halftune.config.run import RunConfig
+from halftune.config.sections.model import LoraAdapter
+from halftune.core.errors import PlanError
+from halftune.hardware import Device
+from halftune.model.attention.register import registered_attention
+from halftune.model.fused import Form, FusedNorm, norm_forms
+from halftune.model.load.load import recompute_activations
+from halftune.model.meta.model import build, prepare, read_config
+from halftune.plan import Plan
+from halftune.precision.dtypes import autocast
+
+_MAX_NORM = 1.0
+
+
+class _TritonLora(torch.autograd.Function):
+    """An adapter's output by one kernel; its gradients by two, as in AutoModel (``components/_peft/lora.py``)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, a: Any, b: Any, recorder: Recorder) -> Any:
+        """``[..., O]`` of ``x [..., I]``, ``a [R, I]`` and ``b [O, R]``."""
+        ctx.save_for_backward(x, a, b)
+        ctx.recorder = recorder
+        out = x.new_empty(*x.shape[:-1], b.shape[0])
+        recorder.triton("lora_forward", (x, a, b, out), _no_scan)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Gradients of ``x``, ``a`` and ``b``."""
+        (gradient,), (x, a, b) = gradients, ctx.saved_tensors
+        dx, da, db = torch.empty_like(x), torch.empty_like(a), torch.empty_like(b)
+        ctx.recorder.triton("lora_db", (gradient, x, a, db), _no_scan)
+        ctx.recorder.triton("lora_da_dx", (gradient, x, a, b, dx, da), _no_scan)
+        return dx, da, db, None
+
+
+def _no_scan(_name: str, _args: Any) -> float:
+    return 0.0
+
+
+def _transformers(config: RunConfig, plan: Plan, model: Any, mode: Any, _recorder: Recorder) -> Any:
+    """With peft as it comes: activations are cast to the adapters' fp32."""
+    adapted = prepare(model, config, plan, mode)
+    for module in adapted.modules():
+        if isinstance(module, LoraLayer):
+            module.cast_input_dtype_enabled = True  # pyright: ignore[reportArgumentType]
+    return adapted
+
+
+def _automodel(config: RunConfig, _plan: Plan, model: Any, _mode: Any, recorder: Recorder) -> Any:
+    """With a fused norm, and adapters in the model's dtype by Triton kernels (``use_triton: true``)."""
+    model.config.use_cache = False
+    model.requires_grad_(False).train()
+    rank = config.adapter.rank if isinstance(config.adapter, LoraAdapter) else 0
+    for name, module in list(model.named_modules()):
+        if norm_forms(module):
+            module.forward = FusedNorm(module, Form(0.0, promotes=True)).forward
+        elif isinstance(module, nn.Linear) and not name.endswith("lm_head"):
+            _adapt(module, rank, recorder)
+    return model
+
+
+def _adapt(linear: nn.Linear, rank: int, recorder: Recorder) -> None:
+    weight = linear.weight
+    linear.lora_A = nn.Parameter(weight.new_empty(rank, linear.in_features))
+    linear.lora_B = nn.Parameter(weight.new_empty(linear.out_features, rank))
+
+    def forward(input: torch.Tensor) -> Any:
+        adapted = _TritonLora.apply(input, linear.lora_A, linear.lora_B, recorder)
+        return F.linear(input, linear.weight, linear.bias) + adapted
+
+    linear.forward = forward
+
+
+PEERS: dict[str, Callable[..., Any]] = {"transformers": _transformers, "automodel": _automodel}
+
+
+def record_peer(name: str, config: RunConfig, plan: Plan, device: Device) -> Recorded:
+    """Record the second step of another tool with the same model, adapter, rows and checkpointing.
+
+    Args:
+        name: one of ``PEERS``.
+        config, plan: of halftune's run.
+        device: the planned GPU.
+
+    Raises:
+        PlanError: no step like it: the loss is not that of next tokens, or the adapter is not plain LoRA.
+    """
+    check_supported(config, plan, device)
+    if config.method.segments != 1 or not isinstance(config.adapter, LoraAdapter):
+        what = "--compare knows LoRA with the loss of next tokens"
+        raise PlanError(what, where="--compare", remedy="leave --compare out", code="bench.paper_unsupported")
+    recorder = Recorder(ranks(config))
+    shape = (plan.batch.micro_batch, config.data.max_length)
+    with torch.random.fork_rng(devices=[]), fake_cuda(recorder, device) as mode, registered_attention(plan):
+        built = build(read_config(config.model), config.model, plan, "sdpa")
+        if plan.batch.gradient_checkpointing.value:
+            recompute_activations(built)
+        model = PEERS[name](config, plan, built, mode, recorder)
+        move(model)
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        optimizer = torch.optim.AdamW(trained, fused=True)
+        half = name == "transformers" and plan.precision.autocast.value
+        with recorder.watching(model):
+            _step(model, trained, optimizer, shape, plan if half else None)
+            with recorder.recording():
+                _step(model, trained, optimizer, shape, plan if half else None)
+        layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    tokens = shape[0] * shape[1]
+    return Recorded(recorder.launches, recorder.syncs, recorder.calls, tokens, shape[1], layers, name, recorder.peak)
+
+
+def _step(model: Any, trained: list[Any], optimizer: Any, shape: tuple[int, int], plan: Plan | None) -> None:
+    """Forward, backward, clipping and update, under the plan's autocast if one is given."""
+    ids = torch.zeros(shape, dtype=torch.long, device=CUDA)
+    if plan is None:
+        logits = model(input_ids=ids).logits
+    else:
+        with autocast(plan.precision, CUDA):
+            logits = model(input_ids=ids).logits
+    F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten()).backward()
+    nn.utils.clip_grad_norm_(trained, _MAX_NORM)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
