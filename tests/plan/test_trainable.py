@@ -150,6 +150,19 @@ def test_ia3_on_inputs_of_some_layers_only() -> None:
     assert count_trainable(facts_of("llama"), adapter).count.value == 96 + 2 * 64
 
 
+@pytest.mark.parametrize(
+    ("family", "summed"),
+    [
+        ({"model_type": "qwen3_moe", **EXPERTS, "head_dim": 16}, 0),
+        ({"model_type": "gpt_oss", "num_local_experts": 4, "head_dim": 16}, 0),
+        ({"model_type": "llama4_text", "num_local_experts": 4, "head_dim": 16}, 3 * 4 * 96 * 64),
+    ],
+)
+def test_a_sum_of_weights_and_update_is_counted_where_peft_makes_it(family: dict[str, Any], summed: int) -> None:
+    asked = LoraAdapter.model_validate({"rank": 2, "target_parameters": ["experts.down_proj"]})
+    assert count_trainable(facts_from_config({**SMALL, **family}, "here"), asked).summed == summed
+
+
 CONFLICT, BAD = "config.keys_conflict", "config.bad_target_modules"
 
 
