@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -160,7 +161,12 @@ def test_ia3_on_inputs_of_some_layers_only() -> None:
 )
 def test_a_sum_of_weights_and_update_is_counted_where_peft_makes_it(family: dict[str, Any], summed: int) -> None:
     asked = LoraAdapter.model_validate({"rank": 2, "target_parameters": ["experts.down_proj"]})
-    assert count_trainable(facts_from_config({**SMALL, **family}, "here"), asked).summed == summed
+    facts = facts_from_config({**SMALL, **family}, "here")
+    assert count_trainable(facts, asked).summed == summed
+    quantised = replace(facts, quantized_experts=True)
+    with nullcontext() if not summed else pytest.raises(PlanError) as refused:
+        count_trainable(quantised, asked)
+    assert not refused or refused.value.code == CONFLICT
 
 
 CONFLICT, BAD = "config.keys_conflict", "config.bad_target_modules"

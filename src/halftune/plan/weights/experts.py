@@ -52,7 +52,7 @@ def updates(facts: ModelFacts, adapter: LoraAdapter) -> tuple[Shapes, int, int, 
         of ``grouped_mm``, whose W + B·A peft computes; what the plan says about them.
 
     Raises:
-        PlanError: a name is the end of no expert weight.
+        PlanError: a name is the end of no expert weight, or peft would have to add B·A to a quantised one.
     """
     chosen = targeted(facts, adapter)
     shapes = tuple(
@@ -63,6 +63,9 @@ def updates(facts: ModelFacts, adapter: LoraAdapter) -> tuple[Shapes, int, int, 
     kinds = sorted({tensor.name.rpartition(".")[2] for tensor, _ in chosen})
     number = sum(count for _, count in chosen)
     summed = sum(tensor.size * count for tensor, count in chosen if tensor.kind != "experts")
+    if summed and facts.quantized_experts:
+        what, remedy = "peft cannot add B·A to quantised experts", "set model.quantize_experts: false"
+        raise PlanError(what, where="adapter.target_parameters", remedy=remedy, code="config.keys_conflict")
     said = f"{number} weights of fused experts ({', '.join(kinds)}), B·A multiplied beside W"
     if summed:
         said = f"{number} weights of fused experts ({', '.join(kinds)}), W + B·A computed in each pass"
