@@ -171,11 +171,12 @@ def test_a_step_of_each_family_runs_without_a_gpu(name: str, tmp_path: Path) -> 
         assert found.time.kinds[ATTENTION].flops == LAYERS * 4.5 * 4 * D * HEADS * (T * (T + 1) // 2)
 
 
-def test_experts_multiply_their_tokens_and_read_each_weight_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rank", "padded"), [(RANK, RANK), (3, 8)])
+def test_experts_multiply_their_tokens_and_read_each_weight_once(tmp_path: Path, rank: int, padded: int) -> None:
     experts, each, m = 8, 2, 64
     sizes = {"num_experts": experts, "num_experts_per_tok": each, "moe_intermediate_size": m}
     names = ["experts.gate_up_proj", "experts.down_proj"]
-    adapter = {"type": "lora", "rank": RANK, "target_modules": [], "target_parameters": names}
+    adapter = {"type": "lora", "rank": rank, "target_modules": [], "target_parameters": names}
     found = recorded(recipe(tmp_path, "qwen3_moe", sizes=sizes, adapter=adapter))
     calls = [one for one in found.recorded.launches if one.op == "aten::_grouped_mm"]
     base, low = ([one for one in calls if one.kind == kind] for kind in (GEMM, LORA))
@@ -183,7 +184,7 @@ def test_experts_multiply_their_tokens_and_read_each_weight_once(tmp_path: Path)
     weights, sides = H * 2 * m + m * H, sum(up) + sum(down)
     # forward and the gradient of the input, which the first layer's lacks where its attention is not adapted
     assert sum(one.cost.flops for one in base) == 2 * rows * (2 * LAYERS * weights - H * 2 * m)
-    assert sum(one.cost.flops for one in low) == 2 * rows * RANK * (3 * LAYERS * sides - H)
+    assert sum(one.cost.flops for one in low) == 2 * rows * padded * (3 * LAYERS * sides - H)
     forward = {(one.cost.read, one.cost.written) for one in base if not one.backward}
     assert forward == {(2 * (rows * i + experts * i * o) + 4 * experts, 2 * rows * o) for i, o in (up, down)}
     assert not any(one.op.endswith("baddbmm") for one in found.recorded.launches)
