@@ -171,6 +171,32 @@ def test_a_step_of_each_family_runs_without_a_gpu(name: str, tmp_path: Path) -> 
         assert found.time.kinds[ATTENTION].flops == LAYERS * 4.5 * 4 * D * HEADS * (T * (T + 1) // 2)
 
 
+@pytest.mark.parametrize(("rank", "padded"), [(RANK, RANK), (3, 8)])
+def test_experts_multiply_their_tokens_and_read_each_weight_once(tmp_path: Path, rank: int, padded: int) -> None:
+    experts, each, m = 8, 2, 64
+    sizes = {"num_experts": experts, "num_experts_per_tok": each, "moe_intermediate_size": m}
+    names = ["experts.gate_up_proj", "experts.down_proj"]
+    adapter = {"type": "lora", "rank": rank, "target_modules": [], "target_parameters": names}
+    found = recorded(recipe(tmp_path, "qwen3_moe", sizes=sizes, adapter=adapter))
+    calls = [one for one in found.recorded.launches if one.op == "aten::_grouped_mm"]
+    base, low = ([one for one in calls if one.kind == kind] for kind in (GEMM, LORA))
+    rows, up, down = T * each, (H, 2 * m), (m, H)
+    weights, sides = H * 2 * m + m * H, sum(up) + sum(down)
+    # forward and the gradient of the input, which the first layer's lacks where its attention is not adapted
+    assert sum(one.cost.flops for one in base) == 2 * rows * (2 * LAYERS * weights - H * 2 * m)
+    assert sum(one.cost.flops for one in low) == 2 * rows * padded * (3 * LAYERS * sides - H)
+    forward = {(one.cost.read, one.cost.written) for one in base if not one.backward}
+    assert forward == {(2 * (rows * i + experts * i * o) + 4 * experts, 2 * rows * o) for i, o in (up, down)}
+    assert not any(one.op.endswith("baddbmm") for one in found.recorded.launches)
+
+
+@pytest.mark.parametrize(("rows", "read"), [(64, 4), (4, 4), (3, 3)])
+def test_an_expert_without_a_row_is_not_read(gpu: Recorder, rows: int, read: int) -> None:
+    x, weights, offsets = empty(rows, 32), empty(4, 32, 16), torch.zeros(4, dtype=torch.int32).to(CUDA)
+    expected = 2 * (rows * 32 + read * 32 * 16) + 16, 2 * rows * 16
+    assert cost(gpu, lambda: torch.nn.functional.grouped_mm(x, weights, offs=offsets)) == expected
+
+
 @pytest.fixture
 def gpu() -> Iterator[Recorder]:
     recorder = Recorder()

@@ -584,7 +584,7 @@ LORA_OF_Q = "adapter: lora\nlora_r: 8\nlora_alpha: 8\nlora_target_modules: [q_pr
         ),
         (
             LORA_OF_Q + "load_in_8bit: true\nquantize_moe_experts: true\nlora_target_parameters: [experts.down_proj]",
-            "refused",
+            "same",
         ),
         ("adapter: lora\nlora_r: 8\nlora_alpha: 8\npeft: {loftq_config: {loftq_bits: 4}}", "refused"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -148,6 +149,24 @@ def test_ia3_on_inputs_of_some_layers_only() -> None:
     given = {"type": "ia3", "target_modules": ["down_proj"], "feedforward_modules": ["layers.0.mlp.down_proj"]}
     adapter: Any = TypeAdapter(AdapterSection).validate_python(given)
     assert count_trainable(facts_of("llama"), adapter).count.value == 96 + 2 * 64
+
+
+@pytest.mark.parametrize(
+    ("family", "summed"),
+    [
+        ({"model_type": "qwen3_moe", **EXPERTS, "head_dim": 16}, 0),
+        ({"model_type": "gpt_oss", "num_local_experts": 4, "head_dim": 16}, 0),
+        ({"model_type": "llama4_text", "num_local_experts": 4, "head_dim": 16}, 3 * 4 * 96 * 64),
+    ],
+)
+def test_a_sum_of_weights_and_update_is_counted_where_peft_makes_it(family: dict[str, Any], summed: int) -> None:
+    asked = LoraAdapter.model_validate({"rank": 2, "target_parameters": ["experts.down_proj"]})
+    facts = facts_from_config({**SMALL, **family}, "here")
+    assert count_trainable(facts, asked).summed == summed
+    quantised = replace(facts, quantized_experts=True)
+    with nullcontext() if not summed else pytest.raises(PlanError) as refused:
+        count_trainable(quantised, asked)
+    assert not refused or refused.value.code == CONFLICT
 
 
 CONFLICT, BAD = "config.keys_conflict", "config.bad_target_modules"

@@ -68,7 +68,7 @@ class Workload:
         checkpointing: whether activations are recomputed.
         adapted_inputs: sum of the input widths of all adapted layers, if dropout copies them.
         dora_outputs: sum of the output widths of all adapted layers, if DoRA scales them.
-        experts: weights of fused experts that are computed in each pass, from quantised or from adapted ones.
+        experts: weights of fused experts that are computed in each pass, from quantised ones or as W + B·A.
         packed: whether rows are packed.
         fused: whether the gated feed-forward block saves only its two inner products (frozen weights, no dropout).
         linear: backend of linear-attention layers: ``halftune | fla | torch | none``.

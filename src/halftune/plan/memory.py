@@ -112,7 +112,7 @@ def workload(
         attention=attention.softmax.value,
         checkpointing=False,
         dora_outputs=adapted.dora_outputs,
-        experts=experts_size(facts) if facts.quantized_experts else adapted.experts,
+        experts=experts_size(facts) if facts.quantized_experts else adapted.summed,
         packed=packing,
         fused=fused and fusible and format_of(facts.quantization).bytes_per_param is None,
         linear=attention.linear.value if facts.linear_layers else "torch",

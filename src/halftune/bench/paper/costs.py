@@ -37,6 +37,7 @@ _PADDED = re.compile(r"^aten::(slice|select|narrow|diagonal|as_strided)_(backwar
 # depth_to_max_blocks and depth_to_max_tensors; a launch takes 4 KB of arguments there.
 _CHUNK, _BLOCKS = 65536, 320
 _PER_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}  # tensors of one such launch, by operands per tensor
+_GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 _SEVERAL = {
     **dict.fromkeys(("aten::slice_backward", "aten::select_backward", "aten::embedding_dense_backward"), 2),
     **dict.fromkeys(("aten::sort", "aten::topk", "aten::cumsum"), 2),
@@ -107,6 +108,8 @@ def cost_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any, lengths: Len
     flops = flops_of(func, args, kwargs, out)
     if flops:
         dtype = _product_dtype(args)
+    if name in _GROUPED:
+        read -= _of_no_row(*args[:2])
     return Cost(read, written, flops, _launches(name, args), dtype)
 
 
@@ -132,6 +135,11 @@ def _grouped_flops(args: Any, _out: Any) -> float:
     return 2.0 * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
+def _of_no_row(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Bytes of the matrices that ``[N, K] · [G, K, M]`` does not read, where rows are fewer than matrices."""
+    return touched(b) * max(0, len(b) - len(a)) // len(b) if b.ndim == 3 else 0
+
+
 def _in_place_flops(args: Any, _out: Any) -> float:
     """``out += a · b``."""
     return 2.0 * math.prod(args[1].shape) * args[2].shape[-1]
@@ -150,10 +158,9 @@ def _adapted_flops(products: int) -> Callable[[Any, Any], float]:
 FLOPS: dict[str, Callable[[Any, Any], float]] = {
     "aten::addmm_": _in_place_flops,
     "aten::baddbmm_": _in_place_flops,
-    "aten::_grouped_mm": _grouped_flops,
+    **dict.fromkeys(_GROUPED, _grouped_flops),
     "halftune::adapted_activation": _adapted_flops(1),
     "halftune::adapted_activation_backward_": _adapted_flops(2),  # the updates again, and three gradients
-    "transformers::grouped_mm_fallback": _grouped_flops,
 }
 """FLOPs of operators that torch has no formula for, from (operands, result)."""
 

@@ -113,9 +113,12 @@ def _to_gpu(batches: list[Batch]) -> list[Batch]:
 
 
 def ranks(config: RunConfig) -> frozenset[int]:
-    """Sizes of an adapter's inner dimension, alone and stacked for query, key and value."""
+    """Sizes of an adapter's inner dimension: alone, stacked for query, key and value, padded for experts."""
     adapter = config.adapter
-    return frozenset(adapter.rank * many for many in (1, 2, 3)) if isinstance(adapter, LoraAdapter) else frozenset()
+    if not isinstance(adapter, LoraAdapter):
+        return frozenset()
+    padded = [adapter.rank + -adapter.rank % 8] if adapter.target_parameters else []
+    return frozenset([*(adapter.rank * many for many in (1, 2, 3)), *padded])
 
 
 def _model(config: RunConfig, plan: Plan, attention: str, mode: Any) -> Any:

@@ -28,10 +28,10 @@ from halftune.core.log import get_logger
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _MTP = re.compile(r"(?:^|\.)mtp(?:\.|_)")
 log = get_logger(__name__)
-TensorKind = Literal["linear", "conv1d", "router", "head", "embedding", "parameter"]
+TensorKind = Literal["linear", "conv1d", "router", "head", "embedding", "experts", "parameter"]
 BUILDER = "halftune.model.meta.shapes"
 TIME_LIMIT = 300.0  # seconds; importing torch the first time takes a minute on a slow disk
-FORMAT = 4  # version of cached answers
+FORMAT = 5  # version of cached answers
 # More than any model has; building layers takes time even on the meta device.
 MOST_LAYERS = 2000
 
@@ -90,7 +90,8 @@ class Tensor:
         layers: indices of the layers that have it; empty for a tensor outside the layers.
         kind: ``linear`` for the weight of an ``nn.Linear``, ``conv1d`` for that of transformers' ``Conv1D``, which
             adapters can wrap; ``router`` for one that ``all-linear`` excludes; ``head`` for that of the output layer;
-            ``embedding`` for a look-up table; ``parameter`` for all else (norms, biases, fused experts).
+            ``embedding`` for a look-up table; ``experts`` for fused experts that ``grouped_mm`` multiplies;
+            ``parameter`` for all else (norms, biases, fused experts of other code).
     """
 
     name: str

@@ -283,9 +283,9 @@ def init_keeps_base(run: RunConfig, context: Context) -> Iterator[Violation]:
     "model.quantize_experts",
 )
 def experts_fit(run: RunConfig, context: Context) -> Iterator[Violation]:
-    """peft adds B·A to expert weights, which excludes what works on a layer's inputs or needs another base."""
-    adapter, quantised = run.adapter, run.model.quantize_experts
-    if quantised and run.model.quantization == "none":
+    """LoRA on experts excludes what works on a layer's inputs or needs another base."""
+    adapter = run.adapter
+    if run.model.quantize_experts and run.model.quantization == "none":
         what, remedy = "has no effect without model.quantization", "set model.quantization: nf4, or remove it"
         yield Violation(("model", "quantize_experts"), what, remedy, code="config.no_effect")
     if not isinstance(adapter, LoraAdapter) or not adapter.target_parameters:
@@ -294,7 +294,6 @@ def experts_fit(run: RunConfig, context: Context) -> Iterator[Violation]:
         "adapter.dropout above 0": adapter.dropout > 0,
         "adapter.use_dora: true": adapter.use_dora,
         f"adapter.init: {adapter.init}": adapter.reduces_base,
-        "model.quantize_experts: true": quantised,
     }
     for other, given in conflicts.items():
         if given:

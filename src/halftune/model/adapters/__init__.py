@@ -28,6 +28,7 @@ from halftune.config.sections.model import AdapterSection, LoraAdapter
 from halftune.core import table
 from halftune.core.errors import ConfigError, ModelError, PlanError
 from halftune.core.optional import UNUSED, without
+from halftune.model.adapters.low_rank_experts import multiply_beside_weights, unquantised_names
 from halftune.model.adapters.peft_experts import restore_targets, unchanged_targets
 from halftune.model.files.architectures import ignore_peft_warnings
 from halftune.model.files.load_errors import LOAD_ERRORS, first_line
@@ -133,6 +134,7 @@ def attach_adapter(
 
         initialise(adapted, adapter, plan, seed, initial)
     if isinstance(adapted, PeftModel):
+        multiply_beside_weights(adapted)
         _check_apart(adapted)
         adapted.peft_config["default"].revision = revision
     return adapted
@@ -182,7 +184,8 @@ def load_adapter(model: PreTrainedModel, folder: Path, plan: Plan) -> PeftModel:
         config: Any = PeftConfig.from_pretrained(str(folder))
         _check_expressions(config, model, folder)
         ours = restore_targets(config, model)
-        with ignore_peft_warnings(), without_unused_formats(), unchanged_targets() if ours else nullcontext():
+        names = unchanged_targets() if ours else nullcontext()
+        with ignore_peft_warnings(), without_unused_formats(), names, unquantised_names(model):
             warnings.filterwarnings("ignore", message="Found missing adapter keys")  # they are checked below
             adapted = PeftModel.from_pretrained(
                 model, str(folder), is_trainable=False, config=config, autocast_adapter_dtype=False
@@ -195,6 +198,7 @@ def load_adapter(model: PreTrainedModel, folder: Path, plan: Plan) -> PeftModel:
     if tied:
         share_tied(adapted)
     cast_adapter(adapted, plan)
+    multiply_beside_weights(adapted)
     return adapted.eval()
 
 

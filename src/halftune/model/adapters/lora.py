@@ -19,6 +19,7 @@ from halftune.config.sections.model import LoraAdapter, PeftAdapter
 from halftune.core.errors import ConfigError
 from halftune.model.adapters import cast_adapter, share_tied
 from halftune.model.adapters.all_linear import without_routers
+from halftune.model.adapters.low_rank_experts import unquantised_names
 from halftune.model.adapters.peft_experts import mistaken_for_experts, unchanged_targets
 from halftune.model.files.architectures import ignore_peft_warnings
 from halftune.model.load.towers import towers_of
@@ -34,7 +35,7 @@ def attach(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan, seed: int) 
         ConfigError: a target or a module to save does not exist in this model, or peft cannot load such an adapter.
     """
     config, tied = _config(model, adapter, plan), tied_names(model)
-    with torch.random.fork_rng(devices=[]), ignore_peft_warnings(), unchanged_targets():
+    with torch.random.fork_rng(devices=[]), ignore_peft_warnings(), unchanged_targets(), unquantised_names(model):
         torch.manual_seed(seed)
         try:
             adapted = get_peft_model(model, config, autocast_adapter_dtype=False)

@@ -26,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 from halftune.core.errors import HalftuneError
 from halftune.model.adapters.all_linear import linear_layers
+from halftune.model.attention.experts import is_grouped
 from halftune.model.attention.packing_check import silent
 from halftune.model.files.architectures import multimodal_auto, own_architectures
 from halftune.model.files.load_errors import LOAD_ERRORS, first_line
@@ -120,8 +121,15 @@ def _kinds(model: PreTrainedModel) -> dict[str, str]:
     conv1d = {name for name, module in modules if isinstance(module, Conv1D)}
     plain = {name: "conv1d" if name in conv1d else "linear" for name in linear}
     adapted = {f"{name}.weight": "router" if name in routers | refused else plain[name] for name in linear}
+    experts = {
+        f"{name}.{leaf}": "experts"
+        for name, module in modules
+        if is_grouped(module)
+        for leaf, weight in module.named_parameters(recurse=False)
+        if weight.ndim == 3
+    }
     head = model.get_output_embeddings()
-    return {f"{name}.weight": "head" for name, module in modules if module is head} | tables | adapted
+    return {f"{name}.weight": "head" for name, module in modules if module is head} | tables | adapted | experts
 
 
 def _weight(module: nn.Module) -> nn.Parameter | None:

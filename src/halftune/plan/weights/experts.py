@@ -44,14 +44,15 @@ def _count(names: Iterable[str], ends: Iterable[str]) -> int:
     return sum(any(_ends(name, end) for end in ends) for name in names)
 
 
-def updates(facts: ModelFacts, adapter: LoraAdapter) -> tuple[Shapes, int, str]:
+def updates(facts: ModelFacts, adapter: LoraAdapter) -> tuple[Shapes, int, int, str]:
     """What LoRA on experts trains, for E experts: A is ``[E·rank, in]``, B ``[out, E·rank]``.
 
     Returns:
-        shapes of A and B with how many there are; elements of the adapted weights; what the plan says about them.
+        shapes of A and B with how many there are; elements of the adapted weights; those of them that are no operands
+        of ``grouped_mm``, whose W + B·A peft computes; what the plan says about them.
 
     Raises:
-        PlanError: a name is the end of no expert weight.
+        PlanError: a name is the end of no expert weight, or peft would have to add B·A to a quantised one.
     """
     chosen = targeted(facts, adapter)
     shapes = tuple(
@@ -61,8 +62,14 @@ def updates(facts: ModelFacts, adapter: LoraAdapter) -> tuple[Shapes, int, str]:
     )  # fmt: skip
     kinds = sorted({tensor.name.rpartition(".")[2] for tensor, _ in chosen})
     number = sum(count for _, count in chosen)
-    said = f"{number} weights of fused experts ({', '.join(kinds)}), W + B·A computed in each pass"
-    return shapes, sum(tensor.size * count for tensor, count in chosen), said
+    summed = sum(tensor.size * count for tensor, count in chosen if tensor.kind != "experts")
+    if summed and facts.quantized_experts:
+        what, remedy = "peft cannot add B·A to quantised experts", "set model.quantize_experts: false"
+        raise PlanError(what, where="adapter.target_parameters", remedy=remedy, code="config.keys_conflict")
+    said = f"{number} weights of fused experts ({', '.join(kinds)}), B·A multiplied beside W"
+    if summed:
+        said = f"{number} weights of fused experts ({', '.join(kinds)}), W + B·A computed in each pass"
+    return shapes, sum(tensor.size * count for tensor, count in chosen), summed, said
 
 
 def check_quantised(facts: ModelFacts) -> int:

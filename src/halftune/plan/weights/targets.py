@@ -152,7 +152,7 @@ def check_adapter(
         PlanError: names the key.
     """
     shared = tied_head(facts)
-    layers = [one for one in (*facts.tensors, *shared) if one.kind != "parameter"]
+    layers = [one for one in (*facts.tensors, *shared) if one.kind not in ("experts", "parameter")]
     experts = _experts(facts, adapter)
     matches = bool(touched or (experts and adapter.target_modules in ((), "all-linear")))
     _check_targets(layers, shared, adapter, found=matches)

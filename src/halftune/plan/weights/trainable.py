@@ -38,7 +38,7 @@ class Adapted:
         saved_whole: those in ``modules_to_save``, which exist beside the frozen ones.
         inputs: (input width, number of modules) of every wrapped linear layer.
         dora_outputs: output widths of all wrapped layers, summed, where DoRA scales them; else 0.
-        experts: weights of fused experts that are adapted.
+        summed: weights of fused experts whose W + B·A is computed in each pass.
     """
 
     count: Choice[int]
@@ -47,7 +47,7 @@ class Adapted:
     saved_whole: int = 0
     inputs: tuple[tuple[int, int], ...] = ()
     dora_outputs: int = 0
-    experts: int = 0
+    summed: int = 0
 
     def state_bytes(self, optimizer: OptimizerSpec, width: int) -> int:
         """Return the bytes of optimizer state of all trained weights; where their shapes are estimated, by the count.
@@ -104,7 +104,7 @@ def count_trainable(facts: ModelFacts, adapter: AdapterSection) -> Adapted:
     touched = touched_by(facts, adapter)
     if facts.tensors:
         check_adapter(facts, adapter, touched)
-    on_experts, experts, described = _expert_updates(facts, adapter)
+    on_experts, experts, summed, described = _expert_updates(facts, adapter)
     updates = [*_updates(touched, adapter), *on_experts]
     saved = _saved(facts, adapter)
     low_rank, whole = _weights(updates), _weights(saved)
@@ -113,7 +113,7 @@ def count_trainable(facts: ModelFacts, adapter: AdapterSection) -> Adapted:
     inputs = tuple((tensor.shape[-1], len(names)) for tensor, names in touched.items())
     dora = isinstance(adapter, LoraAdapter) and adapter.use_dora
     outputs = sum(tensor.shape[0] * len(names) for tensor, names in touched.items()) if dora else 0
-    return Adapted(Choice(low_rank + whole, reason), (*updates, *saved), low_rank, whole, inputs, outputs, experts)
+    return Adapted(Choice(low_rank + whole, reason), (*updates, *saved), low_rank, whole, inputs, outputs, summed)
 
 
 def _updates(
@@ -130,10 +130,10 @@ def _weights(rows: Iterable[tuple[tuple[int, ...], bool, int]]) -> int:
     return sum(math.prod(shape) * count for shape, _, count in rows)
 
 
-def _expert_updates(facts: ModelFacts, adapter: LoraAdapter | PeftAdapter) -> tuple[Shapes, int, str]:
-    """Shapes of updates of fused experts, as in ``Adapted.tensors``; their size in ``Adapted.experts``; a clause."""
+def _expert_updates(facts: ModelFacts, adapter: LoraAdapter | PeftAdapter) -> tuple[Shapes, int, int, str]:
+    """LoRA on fused experts, as ``plan.weights.experts.updates`` describes it."""
     if not isinstance(adapter, LoraAdapter) or not adapter.target_parameters:
-        return (), 0, ""
+        return (), 0, 0, ""
     return updates(facts, adapter)
 
 

@@ -132,7 +132,8 @@ def quantised_experts(method: str) -> Iterator[None]:
 def dequantise(model: nn.Module) -> None:
     """Replace quantised experts by plain fp32 parameters with the values used in training."""
     for module in list(model.modules()):
-        for name in list(getattr(module, "parametrizations", ())):
+        # gate and up before down, as in models' code: peft nests its adapters in this order
+        for name in sorted(getattr(module, "parametrizations", ()), reverse=True):
             value = getattr(module, name).detach().float()
             parametrize.remove_parametrizations(module, name, leave_parametrized=False)
             setattr(module, name, nn.Parameter(value, requires_grad=False))
