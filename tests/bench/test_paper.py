@@ -134,6 +134,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "gemma": ("gemma", {}, {"data": {"train": "builtin:python-docs", "max_length": T, "packing": False}}),
     "mistral": ("mistral", {"sliding_window": 128}, {}),
+    "gpt_oss": ("gpt_oss", {"sliding_window": 64, "num_local_experts": 4, "num_experts_per_tok": 2}, {}),
     "llama3": (
         "llama",
         {"rope_parameters": LLAMA3_ROPE},
@@ -159,7 +160,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_step_of_each_family_runs_without_a_gpu(name: str, tmp_path: Path) -> None:
     kind, sizes, keys = FAMILIES[name]
-    found = recorded(recipe(tmp_path, kind, sizes=sizes, **keys))
+    found = recorded(recipe(tmp_path, kind, sizes=sizes, **keys), sample=128 if name == "gpt_oss" else None)
     assert len(found.recorded.launches) > 100
     kinds = {launch.kind for launch in found.recorded.launches}
     assert {GEMM, ATTENTION, NORM, HEAD, OPTIMIZER} <= kinds
@@ -167,6 +168,11 @@ def test_a_step_of_each_family_runs_without_a_gpu(name: str, tmp_path: Path) -> 
     if name == "mistral":
         pairs = visible(T, T, causal=True, window=128)
         assert found.time.kinds[ATTENTION].flops == LAYERS * 3.5 * 4 * D * HEADS * pairs
+    if name == "gpt_oss":  # flex attention; a window in every other layer, from the first on
+        samples = T // 128
+        pairs = [samples * visible(128, 128, causal=True, window=window) for window in (64, None, 64)]
+        assert found.time.kinds[ATTENTION].flops == 3.5 * 4 * D * HEADS * sum(pairs)
+        assert {launch.cost.rate for launch in found.recorded.launches} == {"", "flex", "flex/backward"}
     if name == "qwen3":  # each layer's forward pass runs again in the backward pass
         assert found.time.kinds[ATTENTION].flops == LAYERS * 4.5 * 4 * D * HEADS * (T * (T + 1) // 2)
 
