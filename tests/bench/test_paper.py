@@ -125,6 +125,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+PADDED = {"train": "builtin:python-docs", "max_length": T, "packing": False}
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2": ("qwen2", {}, {"adapter": {"type": "none"}}),
     "qwen3": (
@@ -132,7 +133,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {},
         {"training": {"output_dir": "run", "per_device_train_batch_size": 1, "gradient_checkpointing": True}},
     ),
-    "gemma": ("gemma", {}, {"data": {"train": "builtin:python-docs", "max_length": T, "packing": False}}),
+    "gemma": ("gemma", {}, {"data": PADDED}),
     "mistral": ("mistral", {"sliding_window": 128}, {}),
     "gpt_oss": ("gpt_oss", {"sliding_window": 64, "num_local_experts": 4, "num_experts_per_tok": 2}, {}),
     "llama3": (
@@ -362,6 +363,7 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path, capsys: pytest.Capt
         ("b200", {}, "bench.no_roofline"),
         ("mi300x", {}, "bench.no_roofline"),
         ("h200", {"method": {"type": "dpo"}}, "bench.paper_unsupported"),
+        ("h200", {"attention": "flex", "data": PADDED}, "bench.paper_unsupported"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused(machine: str, keys: dict[str, Any], code: str, tmp_path: Path) -> None:

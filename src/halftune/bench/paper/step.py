@@ -96,6 +96,7 @@ def check_supported(config: RunConfig, plan: Plan, device: Device) -> None:
         f"method: {config.method.type}": config.method.type not in _METHODS,
         "frozen weights that are quantised": plan.weights.format.value not in (None, "none"),
         "images and audio": bool(config.data.media),
+        "flex attention over padded rows": plan.attention.softmax.value == "flex" and not plan.batch.packing.value,
         "several processes": plan.batch.world_size > 1,
     }
     for what, found in refused.items():
