@@ -77,6 +77,19 @@ def test_equals_a_dense_mask_with_gradients(
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-10)
 
 
+def test_sinks_round_half_formats_once(graph: Any) -> None:
+    """The sums of exponentials stay in fp32: rounded to bf16, as in transformers, they would cost several percent."""
+    q, k, v = (part.detach().bfloat16() for part in operands())
+    sinks = torch.tensor([20.0, 16.0, 24.0, 12.0], dtype=torch.bfloat16)
+    given = {"cu_seq_lens": bounds(), "longest": max(LENGTHS), "scaling": 3.0}
+    with_sinks = flex.FlexRows().row(nn.Identity(), q, k, v, s_aux=sinks, **given)
+    without = flex.FlexRows().row(nn.Identity(), q, k, v, **given)
+    scores = (q.double() @ k.double().repeat_interleave(2, 1).mT * 3.0).masked_fill(~visible(None), -torch.inf)
+    factor = torch.sigmoid(scores.logsumexp(-1) - sinks.double()[:, None]).transpose(1, 2)[..., None]
+    assert with_sinks.dtype == torch.bfloat16
+    torch.testing.assert_close(with_sinks.double(), without.double() * factor, rtol=1.01 * 2**-8, atol=0)
+
+
 def test_a_mask_is_made_once_for_all_layers_of_a_kind(graph: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Mock(side_effect=flex.row_mask)
     monkeypatch.setattr(flex, "row_mask", made)

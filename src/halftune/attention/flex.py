@@ -128,7 +128,7 @@ class FlexRows:
         window = None if sliding_window is None or sliding_window >= longest else sliding_window
         mask = self._mask(cu_seq_lens, query.shape[2], window, causal)
         out, log_sums = attend(query, key, value, mask, scaling, softcap, log_sums=s_aux is not None)
-        if s_aux is not None:  # a sink adds exp(s_aux) to the sum of exponentials
+        if s_aux is not None:  # a sink adds exp(s_aux) to the sum of exponentials, which stays in fp32
             out = (out * torch.sigmoid(log_sums - s_aux[:, None])[..., None]).to(query.dtype)
         return out.transpose(1, 2).contiguous()
 
