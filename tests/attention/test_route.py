@@ -127,7 +127,6 @@ def test_fp32_and_flash_attention_exclude_each_other(machine: str, backend: str)
         ("a100", "fa2", {"torch": "2.9.1"}, False, "flash-attn is not installed", "install it"),
         ("h100", "fa3", {}, False, "flash-attn-3 is not installed", "install it"),
         ("a100", "fa4", {"flash-attn-4": "4.0.0"}, False, "NVIDIA A100 80GB: 8.0", "device"),
-        ("a100", "flex", {}, True, "packed rows", "data.packing: false"),
         ("cpu", "flex", {}, False, "runs on CUDA only", "attention: sdpa"),
     ],
 )
@@ -152,6 +151,7 @@ def test_an_impossible_request_is_an_error_with_ways_out(
         ("sdpa", "h200", FLASH, True),
         ("eager", "cpu", {}, False),
         ("flex", "a100", {}, False),
+        ("flex", "a100", FLASH, True),
     ],
 )
 def test_a_possible_request_is_honoured(backend: str, machine: str, packages: dict, packing: bool) -> None:
@@ -231,10 +231,31 @@ def test_what_the_class_of_transformers_does_not_support(model_type: str, machin
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
-@pytest.mark.parametrize("machine", ["cpu", "t4", "a100"])
-def test_eager_packs_what_nothing_else_can(machine: str, family: str) -> None:
-    routed = route(machine, facts=model(family), packing=True)
-    assert (routed.softmax.value, routed.provider.value, routed.varlen.value) == ("eager", "transformers", "segments")
+@pytest.mark.parametrize(
+    ("machine", "packages", "expected"),
+    [
+        ("cpu", {}, ("eager", "transformers", "segments")),
+        ("t4", {}, ("eager", "transformers", "segments")),
+        ("a100+t4", {}, ("eager", "transformers", "segments")),
+        ("mi300x", {}, ("eager", "transformers", "segments")),
+        ("a100", {}, ("flex", "transformers", "block_mask")),
+        ("h100", {}, ("flex", "transformers", "block_mask")),
+        ("rtx5090", {}, ("flex", "transformers", "block_mask")),
+    ],
+)
+def test_packed_rows_that_flash_attention_does_not_compute(
+    machine: str, packages: dict, expected: tuple, family: str
+) -> None:
+    routed = route(machine, facts=model(family), packing=True, packages=packages)
+    assert (routed.softmax.value, routed.provider.value, routed.varlen.value) == expected
+
+
+def test_soft_capped_rows_are_left_to_the_package_of_flash_attention() -> None:
+    routed = route("a100", facts=model("gemma2"), packing=True, packages=FLASH)
+    assert routed.varlen.value == "flash_attn_varlen"
+    assert route("a100", facts=model("gpt_oss"), packing=True, packages=FLASH).varlen.value == "block_mask"
+    dropping = model("gpt_oss", attention_dropout=0.1)
+    assert route("a100", facts=dropping, packing=True).softmax.value == "eager"
 
 
 FLA = {"flash-linear-attention": "0.6.0"}

@@ -125,6 +125,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+PADDED = {"train": "builtin:python-docs", "max_length": T, "packing": False}
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2": ("qwen2", {}, {"adapter": {"type": "none"}}),
     "qwen3": (
@@ -132,8 +133,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {},
         {"training": {"output_dir": "run", "per_device_train_batch_size": 1, "gradient_checkpointing": True}},
     ),
-    "gemma": ("gemma", {}, {"data": {"train": "builtin:python-docs", "max_length": T, "packing": False}}),
+    "gemma": ("gemma", {}, {"data": PADDED}),
     "mistral": ("mistral", {"sliding_window": 128}, {}),
+    "gpt_oss": ("gpt_oss", {"sliding_window": 64, "num_local_experts": 4, "num_experts_per_tok": 2}, {}),
     "llama3": (
         "llama",
         {"rope_parameters": LLAMA3_ROPE},
@@ -159,7 +161,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_step_of_each_family_runs_without_a_gpu(name: str, tmp_path: Path) -> None:
     kind, sizes, keys = FAMILIES[name]
-    found = recorded(recipe(tmp_path, kind, sizes=sizes, **keys))
+    found = recorded(recipe(tmp_path, kind, sizes=sizes, **keys), sample=128 if name == "gpt_oss" else None)
     assert len(found.recorded.launches) > 100
     kinds = {launch.kind for launch in found.recorded.launches}
     assert {GEMM, ATTENTION, NORM, HEAD, OPTIMIZER} <= kinds
@@ -167,6 +169,11 @@ def test_a_step_of_each_family_runs_without_a_gpu(name: str, tmp_path: Path) -> 
     if name == "mistral":
         pairs = visible(T, T, causal=True, window=128)
         assert found.time.kinds[ATTENTION].flops == LAYERS * 3.5 * 4 * D * HEADS * pairs
+    if name == "gpt_oss":  # flex attention; a window in every other layer, from the first on
+        samples = T // 128
+        pairs = [samples * visible(128, 128, causal=True, window=window) for window in (64, None, 64)]
+        assert found.time.kinds[ATTENTION].flops == 3.5 * 4 * D * HEADS * sum(pairs)
+        assert {launch.cost.rate for launch in found.recorded.launches} == {"", "flex", "flex/backward"}
     if name == "qwen3":  # each layer's forward pass runs again in the backward pass
         assert found.time.kinds[ATTENTION].flops == LAYERS * 4.5 * 4 * D * HEADS * (T * (T + 1) // 2)
 
@@ -383,6 +390,7 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path, capsys: pytest.Capt
         ("mi300x", {}, "bench.no_roofline"),
         ("h200", {"method": {"type": "kto"}}, "bench.paper_unsupported"),
         ("h200", {"method": {"type": "dpo", "reference": "precomputed"}}, "bench.paper_unsupported"),
+        ("h200", {"attention": "flex", "data": PADDED}, "bench.paper_unsupported"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused(machine: str, keys: dict[str, Any], code: str, tmp_path: Path) -> None:

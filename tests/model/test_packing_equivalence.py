@@ -6,15 +6,19 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from test_linear_packing import Double
 from tiny_model import because, plan
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch.nn.attention import flex_attention as torch_flex
+from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
-from halftune.attention import varlen
+from halftune.attention import flex, varlen
+from halftune.model.attention.packed_rows import known_packed
 from halftune.model.attention.packing_check import packed_row
 from halftune.model.attention.register import registered_attention
 
@@ -70,11 +74,12 @@ BACKENDS = {
     "sdpa": [family for family in FAMILIES if family not in EAGER],
     "eager": ["llama", "gemma2", "gemma3_text", "mistral", "gpt_oss", "qwen3_moe"],
     "fa2": ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "phi3", "qwen3_moe", "deepseek_v3"],
+    "flex": ["qwen2", "qwen2 window", "gemma2", "gpt_oss"],
 }
 CASES = [(family, backend) for backend, families in BACKENDS.items() for family in families]
 
 
-def model_of(family: str, attention: str) -> Any:
+def model_of(family: str, attention: str, experts: str | None = None) -> Any:
     sizes = {
         **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
         **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
@@ -82,7 +87,9 @@ def model_of(family: str, attention: str) -> Any:
     }
     config = AutoConfig.for_model(family.split()[0], **{**sizes, **FAMILIES[family]})
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation=attention, experts_implementation=experts
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:  # large enough that attention, and any leak, shows
@@ -107,13 +114,24 @@ def stand_in(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *longest: int, **opti
     return torch.cat(rows)
 
 
+@pytest.fixture(autouse=True)
+def flex_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own formulas for flex attention, which it keeps from CPUs where gradients are needed."""
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr(flex, "kernel", lambda: torch_flex.flex_attention)
+
+
 @contextmanager
-def packed_by(backend: str) -> Iterator[str]:
+def packed_by(backend: str, guard: str = "cast") -> Iterator[str]:
     """The name of an attention that computes packed rows by a backend; kernels that need a GPU have a stand-in."""
     made = plan()
-    routes = {"fa2": ("fa2", "torch", "torch_varlen")}.get(backend, (backend, "torch", "segments"))
+    routes = {
+        "fa2": ("fa2", "torch", "torch_varlen"),
+        "flex": ("flex", "transformers", "block_mask"),
+    }.get(backend, (backend, "torch", "segments"))
     softmax, provider, path = map(because, routes)
-    attention = replace(made.attention, softmax=softmax, provider=provider, varlen=path)
+    attention = replace(made.attention, softmax=softmax, provider=provider, varlen=path, guard=guard)
     kernel, named = varlen._KERNELS["torch_varlen"], varlen.named
     varlen.named = lambda place: (lambda: stand_in) if place == kernel else named(place)
     try:
@@ -126,7 +144,7 @@ def packed_by(backend: str) -> Iterator[str]:
 
 def gradients(model: Any, logits: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
-    weights = [torch.randn(part.shape, generator=generator) for part in logits]
+    weights = [torch.randn(part.shape, generator=generator, dtype=part.dtype) for part in logits]
     model.zero_grad()
     sum((part * weight).sum() for part, weight in zip(logits, weights, strict=True)).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -171,7 +189,8 @@ def check(model: Any, set_attention: Any, attention: str, lengths: tuple[int, ..
         alone = [model(input_ids=part, use_cache=False).logits for part in ids.split(lengths, 1)]
         expected = gradients(model, alone)
     set_attention(attention)
-    packed = list(model(**packed_row(ids, lengths), use_cache=False).logits.split(lengths, 1))
+    with known_packed(True):
+        packed = list(model(**packed_row(ids, lengths), use_cache=False).logits.split(lengths, 1))
     found = gradients(model, packed)
     assert max(off_by(a, b) for a, b in zip(packed, alone, strict=True)) < BOUND
     assert found.keys() == expected.keys()
@@ -196,16 +215,27 @@ def test_packed_equals_alone(family: str, backend: str) -> None:
         check(adapted(model), model.set_attn_implementation, name)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "gpt_oss"])
-def test_with_gradient_checkpointing(family: str) -> None:
+@pytest.mark.parametrize("family", BACKENDS["flex"])
+@pytest.mark.parametrize("lengths", [LENGTHS, (1,), (1, 127, 2, 1)])
+def test_flex_in_double_precision(family: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "BOUND", 1e-11)
+    with packed_by("flex", guard="off") as name, Double():
+        model = model_of(family, name, experts="eager").double()
+        check(model, model.set_attn_implementation, name, lengths)
+
+
+@pytest.mark.parametrize(
+    ("family", "backend"), [("qwen2", "sdpa"), ("gemma3_text", "sdpa"), ("gpt_oss", "eager"), ("gpt_oss", "flex")]
+)
+def test_with_gradient_checkpointing(family: str, backend: str) -> None:
     """Frozen inputs, an adapter, and every layer computed anew in the backward pass from the row's boundaries."""
-    with packed_by("eager" if family in EAGER else "sdpa") as name:
+    with packed_by(backend) as name:
         base = model_of(family, name)
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         check(adapted(base).train(), base.set_attn_implementation, name)
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "eager", "fa2"])
+@pytest.mark.parametrize("backend", ["sdpa", "eager", "fa2", "flex"])
 @pytest.mark.parametrize("seed", range(4))
 def test_with_random_lengths(backend: str, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -224,3 +254,16 @@ def test_the_measure_sees_a_leak() -> None:
         row = packed_row(ids, (5, 7))
         row["cu_seq_lens_q"] = torch.tensor([0, 4, 12], dtype=torch.int32)
         assert off_by(model(**row, use_cache=False).logits[:, 5:], alone) > 100 * BOUND
+
+
+def test_a_known_row_has_no_mask_where_positions_show_no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpt-oss makes masks without positions."""
+    built = Mock(side_effect=masking_utils.flex_attention_mask)
+    monkeypatch.setattr(masking_utils, "flex_attention_mask", built)
+    with packed_by("flex") as name:
+        model = model_of("gpt_oss", name)
+        for lengths in (LENGTHS, (1,)):
+            ids = torch.randint(3, 64, (1, sum(lengths)))
+            with known_packed(True):
+                model(**packed_row(ids, lengths), use_cache=False)
+    assert not built.called

@@ -175,26 +175,31 @@ def test_an_old_config_that_does_not_name_its_positions_packs_where_they_are_alw
     assert planned("cpu", facts("cogvlm"), attention="auto").batch.packing.value is False
 
 
-def test_a_backend_without_packed_rows_switches_packing_off_unless_asked() -> None:
-    plan = planned("a100", attention="flex")
-    assert (plan.batch.packing.value, plan.attention.softmax.value) == (False, "flex")
-    assert "attention: flex does not support packed rows" in plan.batch.packing.reason
-    with pytest.raises(PlanError, match="packed rows"):
-        planned("a100", attention="flex", data={"packing": True})
-
-
-def test_eager_packs_where_nothing_is_faster_or_when_asked() -> None:
-    oss = facts_from_config({**QWEN2_5_0_5B, "model_type": "gpt_oss", "head_dim": 64}, "oss")
-    for machine, section, packed, softmax in (
-        ("cpu", {}, True, "eager"),
-        ("t4", {}, True, "eager"),
-        ("a100", {}, False, "flex"),
-        ("a100", {"data": {"packing": True}}, True, "eager"),
-        ("a100", {"attention": "eager"}, True, "eager"),
+@pytest.mark.parametrize("kind", ["gpt_oss", "gemma2"])
+def test_every_backend_packs(kind: str) -> None:
+    facts = facts_from_config({**QWEN2_5_0_5B, "model_type": kind, "head_dim": 64}, kind)
+    for machine, section, softmax, varlen in (
+        ("cpu", {}, "eager", "segments"),
+        ("t4", {}, "eager", "segments"),
+        ("a100", {}, "flex", "block_mask"),
+        ("a100", {"data": {"packing": True}}, "flex", "block_mask"),
+        ("a100", {"attention": "flex"}, "flex", "block_mask"),
+        ("a100", {"attention": "eager"}, "eager", "segments"),
     ):
-        plan = planned(machine, oss, **section)
-        assert (plan.batch.packing.value, plan.attention.softmax.value) == (packed, softmax), (machine, section)
-    assert "flex is faster padded" in planned("a100", oss).batch.packing.reason
+        plan = planned(machine, facts, **section)
+        found = (plan.batch.packing.value, plan.attention.softmax.value, plan.attention.varlen.value)
+        assert found == (True, softmax, varlen), (machine, section)
+
+
+def test_compiled_layers_are_cut_by_a_block_mask() -> None:
+    compiled = {"training": {"torch_compile": True, "output_dir": "r"}}
+
+    def warned(**asked: Any) -> bool:
+        plan = planned("a100", attention="flex", **compiled, **asked)
+        return any("ends a graph in every layer" in warning for warning in plan.warnings)
+
+    assert warned()
+    assert not warned(data={"packing": False})
 
 
 def test_positions_beyond_the_models_are_mentioned() -> None:

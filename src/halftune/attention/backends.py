@@ -144,6 +144,7 @@ BACKENDS: tuple[Backend, ...] = (
         package="triton",
         dropout=False,
         sinks=True,
+        varlen="block_mask",
         attend="transformers.integrations.flex_attention:flex_attention_forward",
         mask="transformers.masking_utils:flex_attention_mask",
     ),

@@ -52,7 +52,8 @@ class AttentionPlan:
         provider: the package with the code: ``flash_attn``, ``flash_attn_3``, ``flash_attn_4``, ``torch``,
             ``transformers``, or ``model`` (the model's own attention code, without transformers' attention interface).
         varlen: method for packed rows: ``segments`` (SDPA or eager per sample, CPU and old GPUs), ``torch_varlen``,
-            ``flash_attn_varlen``, ``flash_attn_3_varlen``, ``flash_attn_4_varlen``; ``none`` without packing.
+            ``flash_attn_varlen``, ``flash_attn_3_varlen``, ``flash_attn_4_varlen``; ``block_mask`` (flex);
+            ``none`` without packing.
         linear: backend of linear-attention layers: ``halftune | fla | torch``; ``none`` if the model has no such layer.
         rejected: (backend, reason) of every other backend.
         guard: ``cast | strict | off``.

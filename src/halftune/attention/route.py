@@ -26,6 +26,7 @@ _VARLEN = {
     "none": "rows are not packed",
     "": "packed rows are masked",
     "segments": "one call per sample: no computation across samples",
+    "block_mask": "one call per row with a block mask of the samples",
     **dict.fromkeys(("torch_varlen", "flash_attn_varlen", "flash_attn_3_varlen", "flash_attn_4_varlen"), _ONE_CALL),
 }
 _CLASS_FLAG = {"sdpa": "sdpa", "flex": "flex", "eager": ""}  # flash for all others

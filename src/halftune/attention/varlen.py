@@ -25,6 +25,7 @@ from halftune.core.table import named
 
 if TYPE_CHECKING:
     from halftune.attention.flash import FlashAttention
+    from halftune.attention.flex import FlexRows
 
 
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -48,7 +49,12 @@ def attention_callable(plan: AttentionPlan, flash: FlashAttention | None = None)
 
         flash = FlashAttention(named(kernel)())
     batch: Attention = flash.batch if row.kernel and flash is not None else named(row.attend)
-    packed = _packed_row(None if varlen == "segments" else flash, by_model=row.name == "eager")
+    rows: FlashAttention | FlexRows | None = None if varlen == "segments" else flash
+    if varlen == "block_mask":
+        from halftune.attention.flex import FlexRows
+
+        rows = FlexRows()
+    packed = _packed_row(rows, by_model=row.name == "eager")
     if varlen == "segments":
         import halftune.attention.segments_op  # noqa: F401  registers the operator of `in_graph`
 
@@ -69,11 +75,11 @@ def attention_callable(plan: AttentionPlan, flash: FlashAttention | None = None)
     return attend
 
 
-def _packed_row(flash: FlashAttention | None, *, by_model: bool) -> Callable[..., torch.Tensor]:
-    """Attention of a packed row: one call of a varlen kernel, or one for each sample.
+def _packed_row(rows: FlashAttention | FlexRows | None, *, by_model: bool) -> Callable[..., torch.Tensor]:
+    """Attention of a packed row: one call of a kernel, or one for each sample.
 
     Args:
-        flash: has the kernel; None for a call for each sample.
+        rows: has the kernel; None for a call for each sample.
         by_model: whether samples are computed by the model's own function.
     """
 
@@ -83,8 +89,8 @@ def _packed_row(flash: FlashAttention | None, *, by_model: bool) -> Callable[...
         cu_seq_lens, longest = settings["cu_seq_lens_q"], settings.get("max_length_q")
         for name in ROW:
             settings.pop(name, None)
-        if flash is not None and longest is not None:
-            return flash.row(module, query, key, value, cu_seq_lens, longest, **settings)
+        if rows is not None and longest is not None:
+            return rows.row(module, query, key, value, cu_seq_lens, longest, **settings)
         causal = settings.pop("is_causal", None)
         settings["is_causal"] = getattr(module, "is_causal", True) if causal is None else causal
         # only the model's own function supports these

@@ -28,10 +28,6 @@ def choose_rows(
         compute: dtype of attention.
         tried: collects the problems.
     """
-
-    def routed(*, packing: bool) -> AttentionPlan:
-        return route_attention(section, hardware, facts, compute, packing=packing)
-
     section, remote = config.attention, config.model.trust_remote_code
     linear = tried.collect(lambda: linear_backend(section, hardware, facts))
     if linear is None:
@@ -42,22 +38,9 @@ def choose_rows(
     packing = tried.collect(
         lambda: choose_packing(data.packing, facts, trust_remote_code=remote, linear=layers, longest=data.max_length)
     )
-    padded = tried.collect(lambda: routed(packing=False))
-    if packing is None or padded is None:
-        return None
-    if not packing.value:
-        return packing, padded
-    if config.data.packing.enabled is True:
-        packed = tried.collect(lambda: routed(packing=True))
-        return None if packed is None else (packing, packed)
-    try:
-        packed = routed(packing=True)
-    except PlanError:
-        return Choice(False, f"attention: {padded.softmax.value} does not support packed rows"), padded
-    if section.backend == "auto" and packed.softmax.value == "eager" != padded.softmax.value:
-        reason = f"attention: eager alone could pack this model's rows, and {padded.softmax.value} is faster padded"
-        return Choice(False, reason), padded
-    return packing, packed
+    packed = packing is not None and packing.value
+    attention = tried.collect(lambda: route_attention(section, hardware, facts, compute, packing=packed))
+    return None if packing is None or attention is None else (packing, attention)
 
 
 def choose_packing(

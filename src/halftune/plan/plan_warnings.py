@@ -15,8 +15,8 @@ from halftune.plan.first_rate import rate_warning
 
 _OLD_CUDA = (7, 5)
 _BROKEN_GRAPHS = (
-    "training.torch_compile with packed rows: attention by segments reads the rows' lengths, which ends a graph in "
-    "every layer: compiling takes minutes, and little is fused; data.packing: false compiles whole layers."
+    "training.torch_compile with packed rows: attention by segments or by a block mask ends a graph in every layer: "
+    "compiling takes minutes, and little is fused; data.packing: false compiles whole layers."
 )
 
 
@@ -77,6 +77,6 @@ def _unembedded(facts: ModelFacts) -> list[str]:
 
 
 def of_compiling(config: RunConfig, facts: ModelFacts, attention: AttentionPlan) -> Iterator[str]:
-    outside = attention.softmax.value == "eager" or facts.attention_dropout > 0
-    if config.training.torch_compile and attention.varlen.value == "segments" and outside:
+    outside = attention.softmax.value in ("eager", "flex") or facts.attention_dropout > 0
+    if config.training.torch_compile and attention.varlen.value in ("segments", "block_mask") and outside:
         yield _BROKEN_GRAPHS

@@ -101,6 +101,7 @@ def check_supported(config: RunConfig, plan: Plan, device: Device) -> None:
         "frozen weights that are quantised": plan.weights.format.value not in (None, "none"),
         "a reference computed before training": plan.method.reference.value == "precomputed",
         "images and audio": bool(config.data.media),
+        "flex attention over padded rows": plan.attention.softmax.value == "flex" and not plan.batch.packing.value,
         "several processes": plan.batch.world_size > 1,
     }
     for what, found in refused.items():

@@ -246,7 +246,8 @@ class TrainingSection(Section):
 
     torch_compile: Flag = False
     """Compile each decoder layer with torch.compile, which takes minutes before the first step. Fused operators, the
-    loss and attention over packed rows stay as they are; eager attention and its dropout end graphs in packed rows."""
+    loss and attention over packed rows stay as they are; eager and flex attention and dropout in it end graphs in
+    packed rows."""
 
     deterministic: Flag = False
     """Use deterministic operators, including flash-attn's: required on a GPU for bit-identical repetition and resume.

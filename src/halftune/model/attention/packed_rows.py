@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -14,18 +15,22 @@ from transformers import masking_utils
 from halftune.attention.varlen import Attention
 from halftune.core.errors import ModelError
 
+_packed: ContextVar[bool] = ContextVar("packed", default=False)
+
 
 @contextmanager
 def known_packed(packed: bool) -> Iterator[None]:
-    """Inside, transformers takes a row for packed where ``packed``; it would ask the device whether it is."""
+    """Inside, a row is taken for packed where ``packed``; transformers would ask the device whether it is."""
     if not packed:
         yield
         return
     found = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = _sample_indices
+    before = _packed.set(True)
     try:
         yield
     finally:
+        _packed.reset(before)
         masking_utils.find_packed_sequence_indices = found
 
 
@@ -59,9 +64,10 @@ class PackedRowMasks:
             **kwargs: Any,
         ) -> Any:
             # One row without mask and cache for which plain causality is not enough: packed samples.
-            row = batch_size == 1 and attention_mask is None and q_length == kv_length > 1
-            self._row_without_mask = row and not allow_is_causal_skip and not use_vmap
-            if self._row_without_mask:
+            row = batch_size == 1 and attention_mask is None and q_length == kv_length and not use_vmap
+            self._row_without_mask = row and q_length > 1 and not allow_is_causal_skip
+            # gpt-oss makes its masks without positions: they show no samples
+            if self._row_without_mask or (row and _packed.get()):
                 return None
             return build(
                 batch_size=batch_size,
