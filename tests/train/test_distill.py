@@ -30,7 +30,6 @@ from halftune.model.policy import divergence
 from halftune.model.policy.head import HeadRows
 from halftune.model.policy.policy import PolicyModel
 from halftune.train.rollouts.distill import DistillRollouts
-from halftune.train.rollouts.sampling import Sampler
 from halftune.train.trainer import train
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
@@ -283,7 +282,9 @@ def test_packed_rows_keep_room_for_the_models_answers(recipe: Any, monkeypatch: 
         return made
 
     monkeypatch.setattr(DistillRollouts, "_answered", watched)
-    monkeypatch.setattr(Sampler, "_cut", lambda self, answer: answer.astype("int32"))  # as long as allowed
+    monkeypatch.setattr(
+        "halftune.model.generate.until_end", lambda answer, _: answer.astype("int32")
+    )  # as long as allowed
     asked = ("method.teacher=builtin:qwen2-small", "method.on_policy=1", "method.max_completion_length=30")
     asked += ("data.packing=true", "data.max_length=120", "training.per_device_train_batch_size=1")
     train(*recipe(*DISTILL, *asked, "training.max_steps=4"))

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halftune.config.facts.folder import read_json
 from halftune.core.errors import ModelError
 from halftune.core.log import get_logger
 from halftune.data.sources.builtin import builtin_rows
@@ -16,7 +15,7 @@ from halftune.model.generate import ending_ids, evaluating
 from halftune.verify.draw import LONGEST, Question, render
 from halftune.verify.measure import measure, score
 from halftune.verify.probes import PROBES, Probe, Probes, read_probes
-from halftune.verify.targets.folder import ADAPTER, base_of, load_plain, plain_tokenizer
+from halftune.verify.targets.folder import ADAPTER, base_folder, base_of, load_plain, plain_tokenizer
 
 log = get_logger(__name__)
 
@@ -56,8 +55,8 @@ def open_reference(folder: Path, base: str = "") -> Reference:
         raise ModelError(what, where=str(folder), remedy="name a run or a model's folder", code="verify.no_reference")
     probes, tokenizer = read_probes(folder), plain_tokenizer(folder, base)
     named = base or (probes.model if probes else "")
-    if not named and (folder / ADAPTER).is_file():
-        named = str(read_json(folder / ADAPTER).get("base_model_name_or_path"))
+    if (folder / ADAPTER).is_file():
+        named = str(base_folder(folder, base))
     if probes is None:
         log.info("%s has no %s: measuring its answers to questions of builtin:%s", folder, PROBES, QUESTIONS)
         probes = _measured(folder, named, tokenizer)

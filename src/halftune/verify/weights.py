@@ -16,7 +16,7 @@ from halftune.config.facts.folder import read_json
 from halftune.core.log import get_logger
 from halftune.core.processes import heartbeat
 from halftune.verify.report import Finding
-from halftune.verify.targets.folder import ADAPTER, FolderTarget, base_of, load_plain
+from halftune.verify.targets.folder import ADAPTER, FolderTarget, base_folder, base_of, load_plain
 
 log = get_logger(__name__)
 
@@ -66,8 +66,7 @@ def _expected(reference: Path, base: str) -> tuple[Any, dict[str, torch.Tensor]]
     loaded = loaded.cpu()
     if not isinstance(loaded, PeftModel):
         return loaded, {}
-    named = base or str(read_json(reference / ADAPTER).get("base_model_name_or_path"))
-    plain, _ = load_plain(Path(named), dtype=torch.float32)
+    plain, _ = load_plain(base_folder(reference, base), dtype=torch.float32)
     before = dict(plain.cpu().state_dict())
     merged: Any = loaded.merge_and_unload()  # pyright: ignore[reportCallIssue]
     after = merged.state_dict()

@@ -12,9 +12,11 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from halftune.config.facts.folder import read_json
+from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
 from halftune.model.files.architectures import ignore_peft_warnings, no_progress_bars
 from halftune.model.files.load_errors import LOAD_ERRORS, first_line
+from halftune.model.files.locate import locate
 from halftune.model.generate import ending_ids, evaluating
 from halftune.verify.draw import render
 from halftune.verify.measure import score
@@ -104,8 +106,7 @@ def load_plain(folder: Path, base: str = "", dtype: Any = "auto") -> tuple[Any, 
     try:
         with no_progress_bars(), ignore_peft_warnings():
             if (folder / ADAPTER).is_file():
-                named = read_json(folder / ADAPTER).get("base_model_name_or_path")
-                whole, absent = load_plain(Path(base or str(named)), dtype=dtype)
+                whole, absent = load_plain(base_folder(folder, base), dtype=dtype)
                 return PeftModel.from_pretrained(whole, str(folder)).eval(), absent
             named = (AutoConfig.from_pretrained(str(folder)).architectures or [""])[0]  # also of towers
             kind: Any = getattr(transformers, named, AutoModelForCausalLM)
@@ -117,15 +118,19 @@ def load_plain(folder: Path, base: str = "", dtype: Any = "auto") -> tuple[Any, 
     return model.to(device).eval(), sorted({*told["missing_keys"], *(key for key, *_ in told["mismatched_keys"])})
 
 
+def base_folder(adapter: Path, base: str = "") -> Path:
+    """The folder or hub id of an adapter's base model: ``base``, or the one that the adapter names."""
+    named = base or str(read_json(adapter / ADAPTER).get("base_model_name_or_path"))
+    return locate(ModelSection(name_or_path=named)) if named.startswith("builtin:") else Path(named)
+
+
 def plain_tokenizer(folder: Path, base: str = "") -> Any:
     """The tokenizer beside a model, or an adapter's base model's.
 
     Raises:
         ModelError: there is none.
     """
-    named = base
-    if not base and (folder / ADAPTER).is_file():
-        named = str(read_json(folder / ADAPTER).get("base_model_name_or_path"))
+    named = str(base_folder(folder, base)) if base or (folder / ADAPTER).is_file() else ""
     own = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     try:
         return AutoTokenizer.from_pretrained(str(folder) if own or not named else named)
