@@ -87,7 +87,7 @@ def generate_reply(
             attention_mask=torch.ones_like(prompt_1T),
             **seen,
             generation_config=settings,
-            logits_processor=LogitsProcessorList([_Finite()]),
+            logits_processor=LogitsProcessorList([Finite()]),
             streamer=pieces if on_text is not None else None,
             synced_gpus=sharded is not None,
         )
@@ -196,7 +196,7 @@ def decoding(model: Any, settings: GenerationConfig) -> Iterator[None]:
             module.training = True
 
 
-class _Finite(LogitsProcessor):
+class Finite(LogitsProcessor):
     """Refuses NaN and +inf, from which greedy decoding would take some token; -inf excludes a token on purpose."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
