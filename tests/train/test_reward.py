@@ -18,7 +18,7 @@ from tiny_model import SIZES
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from trl.trainer.reward_trainer import RewardTrainer
 
-from halftune.cli.verbs import chat
+from halftune.cli.verbs.results import chat
 from halftune.config.builtin_models import BUILTIN_MODELS
 from halftune.config.facts.model import read_model_facts
 from halftune.config.sections.method import RewardMethod

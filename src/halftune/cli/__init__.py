@@ -32,9 +32,9 @@ VERBS: dict[str, tuple[str, str]] = {
     "certify": ("halftune.cli.verbs.certify", "try every promise on a model type, without its weights"),
     "data": ("halftune.cli.verbs.data", "show the data report, and samples with trained tokens highlighted"),
     "bench": ("halftune.cli.verbs.bench", "compare the training speed of recipes: tokens/s, MFU, memory"),
-    "chat": ("halftune.cli.verbs.chat", "chat with a run's result, with the adapter on or off"),
+    "chat": ("halftune.cli.verbs.results.chat", "chat with a run's result, with the adapter on or off"),
     "evaluate": (
-        "halftune.cli.verbs.evaluate",
+        "halftune.cli.verbs.results.evaluate",
         "measure results beside their base models: loss, answers, tasks; exit codes for CI",
     ),
     "export": ("halftune.cli.verbs.export", "merge an adapter into its base model, and verify the logits"),

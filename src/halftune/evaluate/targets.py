@@ -18,6 +18,7 @@ from halftune.model.files.result import FINAL
 from halftune.model.result.completed_run import CompletedRun, open_checkpoint, open_run, with_inference_plan
 from halftune.train.run_folder.checkpoints import STATE
 
+
 @dataclass(frozen=True)
 class Target:
     """A model to evaluate.

@@ -2,8 +2,8 @@
 
 In: a row, its format and columns.
 Out: a record: conversation, preference, rating, prompt or text (`conversation`).
-Imported by: `certify`, `data.encode`, `data.media`, `data.pipeline`, `data.preflight`, `data.readers`,
-    `data.report`, `data.stream`, `data.templates`.
+Imported by: `certify`, `data.encode`, `data.media`, `data.pipeline`, `data.preflight`, `data.readers`, `data.report`,
+    `data.stream`, `data.templates`, `evaluate`.
 """
 
 from __future__ import annotations

@@ -2,5 +2,5 @@
 
 In: a source's section of the recipe.
 Out: `Rows` that know their file and line.
-Imported by: `data.pipeline`, `data.preflight`, `data.preview`, `data.stream`, `halftune_webui`.
+Imported by: `data.pipeline`, `data.preflight`, `data.preview`, `data.stream`, `evaluate`, `halftune_webui`.
 """

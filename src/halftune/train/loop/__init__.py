@@ -2,5 +2,5 @@
 
 In: a `TrainState` and micro-batches.
 Out: updated weights and `StepMetrics`.
-Imported by: `bench`, `train.callbacks`, `train.reference`, `train.setup`, `train.trainer`.
+Imported by: `bench`, `evaluate`, `train.callbacks`, `train.reference`, `train.setup`, `train.trainer`.
 """

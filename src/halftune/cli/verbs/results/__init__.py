@@ -1,0 +1,6 @@
+"""The verbs that use what a run has left.
+
+In: parsed options.
+Out: an exit code.
+Imported by: the table of verbs, by name.
+"""
