@@ -67,6 +67,12 @@ def test_prompts_without_room_are_refused(loaded: tuple[Any, Any]) -> None:
     with pytest.raises(ModelError) as error:
         answer(model, tokenizer, [long], plan(), max_new_tokens=4)
     assert error.value.code == "infer.conversation_too_long"
+    model.config.max_position_embeddings = len(asked(tokenizer)[0].ids) + 2
+    try:
+        short = answer(model, tokenizer, asked(tokenizer)[:1], plan(), max_new_tokens=12)
+    finally:
+        model.config.max_position_embeddings = room
+    assert short == answer(model, tokenizer, asked(tokenizer)[:1], plan(), max_new_tokens=2)
 
 
 def test_a_model_that_cannot_generate(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import torch
 from tiny_model import checkpoint, finished_run
 
 from halftune import cli
+from halftune.core.errors import ConfigError
 from halftune.evaluate import measure, output
 from halftune.evaluate.harness import Harness, TaskScore, scores
 from halftune.evaluate.rows import choose_rows, tokenize
@@ -186,7 +187,8 @@ def test_without_an_evaluation_set(base: Path, tmp_path: Path, evaluate: Evaluat
     (only,) = found["models"]
     assert (only["rows"], only["prompts"]) == (4, 4)
     assert only["metrics"]["loss"]["value"] == pytest.approx(eval_loss(run), rel=1e-6)
-    assert evaluate(run, "--no-base", "data.eval_split=0", "training.eval_steps=null")["models"][0]["rows"] == 30
+    other = finished_run(tmp_path / "other", base)
+    assert evaluate(other, "--no-base", f"data.train={tmp_path / 'train.jsonl'}")["models"][0]["rows"] == 30
 
 
 def test_a_full_model_and_its_base(base: Path, trained: Path, tmp_path: Path, evaluate: Evaluate) -> None:
@@ -210,6 +212,11 @@ def test_rows_that_tell_nothing(base: Path, trained: Path, tmp_path: Path, evalu
     assert refused(trained, "--data", text, code=2) == "data.text_without_answers"
     assert refused(base, "model.tokenizer=builtin:qwen2-tiny", "--base", "--data", text, code=2) == "evaluate.no_base"
     assert refused(trained, "--fail-below", "loss", code=2) == "cli.bad_option_value"
+    assert refused(trained, "--max-new-tokens", 4, code=2) == "cli.option_conflict"
+    pairs = finished_run(tmp_path / "pairs", base, method="dpo")
+    assert refused(pairs, code=2) == "evaluate.no_data"
+    scoring = finished_run(tmp_path / "scoring", base, method="reward")
+    assert refused(scoring, "--data", trained.parent / "eval.jsonl", code=3) == "infer.reward_model"
 
 
 def test_tokens_that_differ_are_noted(trained: Path, tmp_path: Path, evaluate: Evaluate) -> None:
@@ -260,6 +267,6 @@ def test_a_task_of_the_harness(trained: Path, tmp_path: Path, evaluate: Evaluate
     untrained, tuned = evaluate(trained, *rest)["models"]
     assert tuned["metrics"]["sums/acc"]["value"] == plain["value"]
     assert untrained["base"]
-    with pytest.raises(Exception) as unknown:  # noqa: PT011
+    with pytest.raises(ConfigError) as unknown:
         Harness(["sums_2"], tasks)
-    assert getattr(unknown.value, "code", "") == "evaluate.unknown_task"
+    assert unknown.value.code == "evaluate.unknown_task"

@@ -67,7 +67,10 @@ def answer(
     found = [""] * len(asked)
     with decoding(causal, settings), torch.inference_mode(), autocast(plan.precision, causal.device):
         for places in batches([len(one.ids) for one in asked], max_new_tokens):
-            made = _generate(causal, [asked[place].ids for place in places], settings)
+            prompts = [asked[place].ids for place in places]
+            if room is not None:
+                settings.max_new_tokens = min(max_new_tokens, room - len(prompts[0]))  # the longest comes first
+            made = _generate(causal, prompts, settings)
             for place, ids in zip(places, made, strict=True):
                 found[place] = visible_text(tokenizer, cut(ids, ends), added).strip()
     return found

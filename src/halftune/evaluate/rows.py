@@ -65,7 +65,7 @@ def choose_rows(given: str | None, targets: Sequence[Target], limit: int | None)
     """The rows that were asked for, else the evaluation set of the first run, else its training set.
 
     Raises:
-        ConfigError: no data is named, and there is no run.
+        ConfigError: no data is named, and there is no run, or its method trains on other rows than answers.
     """
     if given is not None:
         source = SourceSection(path=os.path.expanduser(given))
@@ -75,6 +75,10 @@ def choose_rows(given: str | None, targets: Sequence[Target], limit: int | None)
         what, remedy = "plain models have no data of their own", "use for example --data rows.jsonl"
         raise ConfigError(what, where="--data", remedy=remedy, code="evaluate.no_data")
     config = first.run.loaded.run
+    if not {"conversation", "document"} & set(config.method.records):
+        what = f"the rows of a run with method: {config.method.type} have no single answer"
+        remedy = "name rows that have one, for example --data rows.jsonl"
+        raise ConfigError(what, where="--data", remedy=remedy, code="evaluate.no_data")
     data, seed = config.data, config.training.seed
     if data.eval:
         return Chosen(f"evaluation set of {first.name}", _only(data, data.eval), seed, False, limit)

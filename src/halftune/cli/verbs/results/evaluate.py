@@ -71,6 +71,10 @@ def run(args: argparse.Namespace) -> int:
     given = [one for one in args.runs if one not in overrides]
     if not given:
         raise ConfigError("no run given", remedy="use for example halftune evaluate runs/mine", code="cli.no_recipe")
+    for option, needed in (("max_new_tokens", "metrics"), ("include_path", "tasks")):
+        if vars(args)[option] is not None and not vars(args)[needed]:
+            what = f"--{option.replace('_', '-')} requires --{needed}"
+            raise ConfigError(what, remedy=f"add --{needed}, or remove it", code="cli.option_conflict")
     log.configure()
     with quick_imports():
         from halftune.evaluate.harness import Harness
