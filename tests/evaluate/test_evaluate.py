@@ -244,9 +244,8 @@ def test_scores_of_the_harness() -> None:
 def test_a_task_of_the_harness(trained: Path, tmp_path: Path, evaluate: Evaluate) -> None:
     """Beside the harness's own class on the merged folder."""
     lm_eval = pytest.importorskip("lm_eval")
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
-
+    hflm = pytest.importorskip("lm_eval.models.huggingface").HFLM
+    manager = pytest.importorskip("lm_eval.tasks").TaskManager
     merged, tasks = tmp_path / "merged", tmp_path / "tasks"
     assert cli.run_verb("export", [str(trained), "--output", str(merged)]) == 0
     tasks.mkdir()
@@ -260,9 +259,9 @@ def test_a_task_of_the_harness(trained: Path, tmp_path: Path, evaluate: Evaluate
     )
     rest = ["--tasks", "sums", "--include-path", tasks, "precision=fp32"]
     plain = evaluate(merged, *rest)["models"][0]["metrics"]["sums/acc"]
-    theirs = HFLM(pretrained=str(merged), dtype="float32", device="cpu")
-    manager = TaskManager(include_path=str(tasks))
-    known = lm_eval.simple_evaluate(model=theirs, tasks=["sums"], task_manager=manager)["results"]["sums"]
+    theirs = hflm(pretrained=str(merged), dtype="float32", device="cpu")
+    found = lm_eval.simple_evaluate(model=theirs, tasks=["sums"], task_manager=manager(include_path=str(tasks)))
+    known = found["results"]["sums"]
     assert (plain["value"], plain["error"]) == (known["acc,none"], known["acc_stderr,none"])
     untrained, tuned = evaluate(trained, *rest)["models"]
     assert tuned["metrics"]["sums/acc"]["value"] == plain["value"]

@@ -80,13 +80,13 @@ def test_the_error_of_a_mean_is_the_usual_one() -> None:
 def test_a_difference_is_paired() -> None:
     random = drawn()
     first, gain = random.normal(5, 3, size=40), random.normal(0.1, 0.01, size=40)
-    rows = [np.stack([values, np.ones(40)], axis=1) for values in (first, first - gain)]
-    found = difference(*rows, LOSS.score, paired=True)
+    before, after = (np.stack([values, np.ones(40)], axis=1) for values in (first, first - gain))
+    found = difference(before, after, LOSS.score, paired=True)
     assert found.value == pytest.approx(-gain.mean())
     assert found.error == pytest.approx(gain.std(ddof=1) / math.sqrt(40), rel=1e-6)
     assert found.marked
-    assert difference(*rows, LOSS.score, paired=False).error is None
-    same = difference(rows[0], rows[0], LOSS.score, paired=True)
+    assert difference(before, after, LOSS.score, paired=False).error is None
+    same = difference(before, before, LOSS.score, paired=True)
     assert (same.value, same.error, same.marked) == (0.0, 0.0, False)
     assert error(np.array([1.0])) is None
 
@@ -98,8 +98,8 @@ def test_the_error_of_a_ratio_matches_its_spread() -> None:
         counts = random.integers(1, 40, size=60).astype(float)
         base = random.gamma(4.0, counts / 4)
         tuned = base * random.normal(0.9, 0.1, size=60)
-        rows = [np.stack([nll, counts], axis=1) for nll in (base, tuned)]
-        one = difference(*rows, LOSS.score, paired=True)
+        before, after = (np.stack([nll, counts], axis=1) for nll in (base, tuned))
+        one = difference(before, after, LOSS.score, paired=True)
         assert one.error is not None
         found.append(one.value)
         errors.append(one.error)
