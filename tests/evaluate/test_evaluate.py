@@ -15,7 +15,7 @@ import torch
 from tiny_model import checkpoint, finished_run
 
 from halftune import cli
-from halftune.core.errors import ConfigError
+from halftune.core.errors import ConfigError, DataError
 from halftune.evaluate import measure, output
 from halftune.evaluate.harness import Harness, TaskScore, scores
 from halftune.evaluate.rows import choose_rows, tokenize
@@ -269,3 +269,7 @@ def test_a_task_of_the_harness(trained: Path, tmp_path: Path, evaluate: Evaluate
     with pytest.raises(ConfigError) as unknown:
         Harness(["sums_2"], tasks)
     assert unknown.value.code == "evaluate.unknown_task"
+    (tasks / "rows.jsonl").unlink()
+    with pytest.raises(DataError) as gone:
+        Harness(["sums"], tasks)
+    assert gone.value.code == "evaluate.task_data"

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from datasets.exceptions import DatasetsError
 from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from halftune.core.errors import ConfigError
+from halftune.core.errors import ConfigError, DataError
 from halftune.core.optional import need
-from halftune.core.table import did_you_mean
+from halftune.model.files.load_errors import first_line
 from halftune.plan import Plan
 from halftune.precision.dtypes import autocast
 
@@ -37,28 +38,33 @@ class Harness:
     """Tasks by name, found before a model is loaded.
 
     Args:
-        tasks: as of ``lm_eval --tasks``.
+        tasks: as of ``lm_eval --tasks``, patterns included.
         include: a folder with further tasks, as of ``lm_eval --include_path``; None: no others.
         limit: documents of each task; None: all.
 
     Raises:
         MissingPackageError: lm-evaluation-harness is not installed.
         ConfigError: a task does not exist.
+        DataError: its data cannot be loaded.
     """
 
     def __init__(self, tasks: Sequence[str], include: Path | None = None, limit: int | None = None) -> None:
-        self.tasks, self.limit = list(tasks), limit
         self._lm_eval: Any = need("lm_eval", why="--tasks", distribution="lm-eval")
         self._models: Any = need("lm_eval.models.huggingface", why="--tasks", distribution="lm-eval")
         manager: Any = need("lm_eval.tasks", why="--tasks", distribution="lm-eval").TaskManager
         self._manager = manager(include_path=None if include is None else str(include))
-        known = self._manager.all_tasks
-        if unknown := [name for name in self.tasks if not self._manager.match_tasks([name])]:
+        known = self._manager.match_tasks
+        if unknown := [name for name in tasks if not known([name])]:
             what = f"lm-evaluation-harness has no task {unknown[0]!r}"
-            remedy = f"{did_you_mean(unknown[0], known)}; --include-path finds your own" if len(known) < 50 else (
-                "`lm-eval ls tasks` lists them; --include-path finds your own"
-            )  # fmt: skip
+            remedy = "`lm-eval ls tasks` lists them; --include-path finds your own"
             raise ConfigError(what, where="--tasks", remedy=remedy, code="evaluate.unknown_task")
+        self.tasks, self.limit = known(list(tasks)), limit
+        try:  # before a model is loaded
+            self._manager.load(self.tasks)
+        except (OSError, ValueError, DatasetsError) as error:
+            what = f"the data of a task cannot be loaded: {first_line(error)}"
+            remedy = "load it once while online (HF_HUB_OFFLINE unset), or correct the task's YAML file"
+            raise DataError(what, where="--tasks", remedy=remedy, code="evaluate.task_data") from error
 
     def scores(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, plan: Plan, rows: int
