@@ -32,6 +32,7 @@ FLOORS: dict[str, int] = {
     "halftune.infer": 9,
     "halftune.export": 9,
     "halftune.bench": 10,
+    "halftune.evaluate": 11,
     "halftune.launch": 11,
     "halftune.doctor": 11,
     "halftune_webui": 11,

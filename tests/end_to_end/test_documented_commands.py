@@ -37,6 +37,7 @@ output_dir: saves
 ELSEWHERE = re.compile(
     r"^bench|quickstart|several_devices|num_machines|--image|--audio|qwen_lora_bf16|--sweep|webui|checkpoint-400"
     r"|^verify .*(models|http)"
+    r"|runs/a|Qwen/|--tasks|--fail-"
 )
 
 
@@ -79,6 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a recipe under the names that the pages use, its rows, and its finished run."""
     place = tmp_path_factory.mktemp("documented")
     (place / "rows.jsonl").write_text('{"prompt": "a refund", "completion": "yes"}\n' * 8)
+    shutil.copy(place / "rows.jsonl", place / "test.jsonl")
     for name in ("mine.yaml", "x.yaml", "run.yaml", "new.yaml", "lora.yaml"):
         (place / name).write_text(RECIPE)
     (place / "old.yaml").write_text(LLAMA_FACTORY)

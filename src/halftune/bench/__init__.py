@@ -2,5 +2,5 @@
 
 In: recipes.
 Out: speed, memory and start-up of each, beside each other.
-Imported by: `cli`.
+Imported by: `cli`, `evaluate`.
 """

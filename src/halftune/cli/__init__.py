@@ -33,6 +33,10 @@ VERBS: dict[str, tuple[str, str]] = {
     "data": ("halftune.cli.verbs.data", "show the data report, and samples with trained tokens highlighted"),
     "bench": ("halftune.cli.verbs.bench", "compare the training speed of recipes: tokens/s, MFU, memory"),
     "chat": ("halftune.cli.verbs.results.chat", "chat with a run's result, with the adapter on or off"),
+    "evaluate": (
+        "halftune.cli.verbs.results.evaluate",
+        "measure results beside their base models: loss, answers, tasks; exit codes for CI",
+    ),
     "export": ("halftune.cli.verbs.results.export", "merge an adapter into its base model, and verify the logits"),
     "verify": ("halftune.cli.verbs.results.verify", "prove that what is served is what was trained"),
     "webui": ("halftune.cli.verbs.webui", "start the web UI, by default for this machine only"),

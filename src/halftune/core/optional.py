@@ -74,6 +74,8 @@ def _leave(number: int, _frame: object) -> None:
 # distribution → halftune's extra that installs it; others are installed by name
 _EXTRAS = {
     "math-verify": "maths",
+    "rouge-score": "metrics",
+    "sacrebleu": "metrics",
     "flash-linear-attention": "fla",
     "tensorboard": "tensorboard",
     **{name: name for name in ("wandb", "mlflow", "swanlab", "trackio")},

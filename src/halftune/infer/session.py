@@ -110,7 +110,7 @@ class ChatSession:
             with self.model.disable_adapter():
                 return self._generate(self.model, messages, on_text)
         if self._base is None:  # a full model's base is a second model, loaded on first use
-            self._base = _load(self.run, base=True)
+            self._base = load_weights(self.run, base=True)
         return self._generate(self._base, messages, on_text)
 
     def record(self, text: str, answer: str) -> None:
@@ -138,7 +138,7 @@ def open_session(run: CompletedRun) -> ChatSession:
         HalftuneError: the model cannot be loaded as planned.
     """
     tokenizer, config = load_tokenizer(run.result), run.loaded.run
-    session = ChatSession(run, config.generation, _load(run, base=False), tokenizer)
+    session = ChatSession(run, config.generation, load_weights(run, base=False), tokenizer)
     if config.data.media:
         from halftune.data.media.processor import MediaProcessor, media_settings  # few runs have images
 
@@ -147,7 +147,12 @@ def open_session(run: CompletedRun) -> ChatSession:
     return session
 
 
-def _load(run: CompletedRun, *, base: bool) -> Any:
+def load_weights(run: CompletedRun, *, base: bool) -> Any:
+    """Load a run's result, or its base model, on the plan's device, and check the dtypes.
+
+    Raises:
+        HalftuneError: the model cannot be loaded as planned, or the base is not that of training.
+    """
     if base or run.is_adapter:
         check_base(base_of_result(run.final), run.loaded.run.model, allowed=run.any_base)
     model: Any = load_model(run.loaded.run.model if base else run.result, run.plan, for_training=False)

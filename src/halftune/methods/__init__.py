@@ -4,7 +4,7 @@
 
 In: a `PolicyModel` and a `Batch`.
 Out: a `Loss`: a sum with gradient, its weight, metrics.
-Imported by: `bench`, `train`.
+Imported by: `bench`, `evaluate`, `train`.
 """
 
 from __future__ import annotations

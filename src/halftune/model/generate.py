@@ -88,7 +88,7 @@ def generate_reply(
             attention_mask=torch.ones_like(prompt_1T),
             **seen,
             generation_config=settings,
-            logits_processor=LogitsProcessorList([_Finite()]),
+            logits_processor=LogitsProcessorList([Finite()]),
             streamer=pieces if on_text is not None else None,
             synced_gpus=sharded is not None,
         )
@@ -186,11 +186,11 @@ def _settings(
 def generate_answers(
     causal: Any,
     prompts: Sequence[np.ndarray],
+    *,
     ends: Sequence[int],
     most: int,
-    device: torch.device,
     pad: int,
-    *,
+    device: torch.device | None = None,
     processors: Sequence[LogitsProcessor] | None = None,
     synced: bool = False,
 ) -> list[np.ndarray]:
@@ -201,15 +201,15 @@ def generate_answers(
         prompts: token ids, int32.
         ends: tokens that end an answer.
         most: tokens of an answer.
-        device: that the model computes on.
         pad: id of padding, which is masked.
+        device: that the model computes on; default the model's.
         processors: of logits; the likeliest token is taken. Default: logits that are not finite are refused.
         synced: weights are sharded: a process that is done computes on until all are.
 
     Raises:
         ModelError: the logits are not finite.
     """
-    longest = max(map(len, prompts))
+    longest, device = max(map(len, prompts)), device or causal.device
     ids = torch.full((len(prompts), longest), pad, dtype=torch.int64)
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):  # padded on the left: answers begin in the same column
@@ -223,7 +223,7 @@ def generate_answers(
             ids.to(device),
             attention_mask=mask.to(device),
             generation_config=settings,
-            logits_processor=LogitsProcessorList([_Finite()] if processors is None else processors),
+            logits_processor=LogitsProcessorList([Finite()] if processors is None else processors),
             synced_gpus=synced,
         )
     return [until_end(row, ends) for row in made[:, longest:].cpu().numpy()]
@@ -259,7 +259,7 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
             module.training = True
 
 
-class _Finite(LogitsProcessor):
+class Finite(LogitsProcessor):
     """Refuses NaN and +inf, from which greedy decoding would take some token; -inf excludes a token on purpose."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

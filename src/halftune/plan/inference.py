@@ -22,28 +22,37 @@ from halftune.precision.resolve import frozen_precision
 NOTHING_TRAINED = "inference: nothing is trained"
 
 
-def resolve_inference(config: RunConfig, hardware: Hardware, facts: ModelFacts, adapter: Format | None = None) -> Plan:
+def resolve_inference(
+    config: RunConfig, hardware: Hardware, facts: ModelFacts, adapter: Format | None = None, *, packed: bool = False
+) -> Plan:
     """Decides how a result answers, in one process; pure.
 
-    What only training asks for (trained dtypes, optimizer, packing, processes) has no say.
+    What only training asks for (trained dtypes, optimizer, processes) has no say.
 
     Args:
         config: of the run.
         hardware: the machine.
         facts: the model that is loaded: the base of an adapter, or the trained model.
         adapter: the format in which the adapter is stored; None of a full model.
+        packed: whether losses of packed rows are computed, too; rows are packed where `auto` would.
 
     Raises:
         PlanError: this machine or model cannot honour what was asked.
     """
-    plan = decide(constrained(Request(_without_training(config), facts)), hardware)
+    asked = _without_training(config)
+    if packed and config.data.packing.enabled:
+        packing = config.data.packing.model_copy(update={"enabled": "auto"})
+        asked = asked.model_copy(update={"data": config.data.model_copy(update={"packing": packing})})
+    plan = decide(constrained(Request(asked, facts)), hardware)
     precision = frozen_precision(plan.precision, adapter)
     off = Choice(False, NOTHING_TRAINED)
+    if not packed:
+        apart = replace(plan.attention, varlen=Choice("none", "rows are not packed"))
+        plan = replace(plan, attention=apart, batch=replace(plan.batch, packing=off, grouped=off))
     return replace(
         plan,
         precision=precision,
-        attention=replace(plan.attention, varlen=Choice("none", "rows are not packed")),
-        batch=replace(plan.batch, packing=off, gradient_checkpointing=off, fused_layers=off, grouped=off),
+        batch=replace(plan.batch, gradient_checkpointing=off, fused_layers=off),
         memory=_memory(plan, facts, BYTES[precision.storage.value]),
         num_trainable=Choice(0, NOTHING_TRAINED),
         warnings=precision.warnings,

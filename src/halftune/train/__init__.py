@@ -2,5 +2,5 @@
 
 In: a loaded config and its plan.
 Out: a run folder: checkpoints, ``final/``, report.
-Imported by: `bench`, `certify`, `cli`, `halftune_webui`, `launch`.
+Imported by: `bench`, `certify`, `cli`, `evaluate`, `halftune_webui`, `launch`.
 """

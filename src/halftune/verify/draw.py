@@ -69,7 +69,7 @@ def draw(
     """
     early = np.flatnonzero(split.places < _EARLY)
     order = np.random.default_rng([config.training.seed, _DRAW]).permutation(early)[: _SPARE * count].tolist()
-    places = {index: split.origin(index) for index in order}
+    places = {index: split.source_row(index) for index in order}
     asked = _conversations(config, sections, tokenizer, set(places.values())) if tokenizer.chat_template else {}
     found: dict[tuple[int, ...], Question] = {}
     for index in order:

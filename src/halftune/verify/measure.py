@@ -76,7 +76,9 @@ def measure(
         for part in _parts(questions, lambda one: len(one.ids)):
             with generating(), forward():
                 prompts = [np.array(one.ids, np.int32) for one in part]
-                made = generate_answers(causal, prompts, ends, LONGEST_ANSWER, device, pad, synced=sharded is not None)
+                made = generate_answers(
+                    causal, prompts, ends=ends, most=LONGEST_ANSWER, pad=pad, device=device, synced=sharded is not None
+                )
             answers += [one.tolist() for one in made]
             heartbeat.beat()
         pairs = [(one.ids, answer) for one, answer in zip(questions, answers, strict=True)]

@@ -85,6 +85,7 @@ def _codes() -> Iterator[str]:
     for code, verb in (
         (4, "`halftune convert`: the recipe would learn something else"),
         (4, "`halftune certify`: a no"),
+        (4, "`halftune evaluate`: a score beyond its limit"),
     ):
         found[code].append(verb)
     for code, lines in sorted(found.items()):

@@ -2,5 +2,5 @@
 
 In: rows, a tokenizer, `Settings`.
 Out: `Outcome`s: examples, or why a row was dropped.
-Imported by: `data.pipeline`, `data.stream`, `methods`, `verify`.
+Imported by: `data.pipeline`, `data.stream`, `evaluate`, `methods`, `verify`.
 """

@@ -3,7 +3,7 @@
 In: a row, its format and columns.
 Out: a record: conversation, preference, rating, prompt or text (`conversation`).
 Imported by: `certify`, `data.encode`, `data.media`, `data.pipeline`, `data.preflight`, `data.readers`,
-    `data.report`, `data.stream`, `data.templates`, `verify`.
+    `data.report`, `data.stream`, `data.templates`, `evaluate`, `verify`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,6 @@
 
 In: lengths of stored examples, a seed.
 Out: a `TokenizedSplit` and the rows of each batch.
-Imported by: `data.batch`, `data.pipeline`, `data.preflight`, `data.preview`, `data.report`, `data.stream`, `train`,
-    `verify`.
+Imported by: `data.batch`, `data.pipeline`, `data.preflight`, `data.preview`, `data.report`, `data.stream`,
+    `evaluate`, `train`, `verify`.
 """

@@ -219,7 +219,7 @@ class TokenizedSplit:
         store, place = self._find(index)
         return store.digests(place)
 
-    def origin(self, index: int) -> tuple[int, str, int]:
+    def source_row(self, index: int) -> tuple[int, str, int]:
         """Where the example at an index comes from: the number of its store, a file, and a row of it."""
         store, place = self._find(index)
         file, _, row = store.origin(place)
@@ -230,12 +230,15 @@ class TokenizedSplit:
         """int64[N]: the number of each example in its store."""
         return self._positions - self._starts[np.searchsorted(self._starts, self._positions, side="right") - 1]
 
+    def origin(self, index: int) -> tuple[str, str, int]:
+        """The source row of the example at an index: ``("a.jsonl", "line", 17)``."""
+        store, place = self._find(index)
+        return store.origin(place)
+
     def where(self, indices: Iterable[int]) -> str:
         """The source rows of examples, for messages: ``a.jsonl line 3, 17; b.csv line 5``."""
         rows: dict[tuple[str, str], set[int]] = {}
-        for index in indices:
-            store, place = self._find(index)
-            path, unit, number = store.origin(place)
+        for path, unit, number in map(self.origin, indices):
             rows.setdefault((path, unit), set()).add(number)
         return "; ".join(f"{path} {unit} {_listed(sorted(numbers))}" for (path, unit), numbers in sorted(rows.items()))
 

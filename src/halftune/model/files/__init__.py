@@ -2,6 +2,6 @@
 
 In: a name, a folder.
 Out: folders, fingerprints, configurations.
-Imported by: `certify`, `cli`, `doctor`, `export`, `infer`, `model.adapters`, `model.attention`, `model.generate`,
-    `model.load`, `model.meta`, `model.result`, `model.tokenizer`, `train`, `verify`.
+Imported by: `certify`, `cli`, `doctor`, `evaluate`, `export`, `infer`, `model.adapters`, `model.attention`,
+    `model.generate`, `model.load`, `model.meta`, `model.result`, `model.tokenizer`, `train`, `verify`.
 """

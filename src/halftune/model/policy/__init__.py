@@ -2,5 +2,5 @@
 
 In: a module and a `Batch`.
 Out: sums and per-token values in fp32, with gradients.
-Imported by: `certify`, `methods`, `train`, `verify`.
+Imported by: `certify`, `evaluate`, `methods`, `train`, `verify`.
 """

@@ -72,12 +72,13 @@ class CompletedRun:
         return asked and "model" in self.loaded.run.training.allow_changes
 
 
-def open_run(target: str, overrides: Sequence[str] = ()) -> CompletedRun:
+def open_run(target: str, overrides: Sequence[str] = (), *, packed: bool = False) -> CompletedRun:
     """Open the finished run of a folder or a config.
 
     Args:
         target: a run folder, its ``final`` folder, or a YAML config (its ``training.output_dir`` is the run folder).
         overrides: ``key=value`` changes to the run's configuration for this session, e.g. ``attention=sdpa``.
+        packed: as of ``resolve_inference``.
 
     Raises:
         ModelError: there is no run, it has no result yet, or the result was modified.
@@ -94,10 +95,26 @@ def open_run(target: str, overrides: Sequence[str] = ()) -> CompletedRun:
     check_result(folder)
     if is_adapter:
         _check_base(loaded, final)
+    return with_inference_plan(loaded, folder, is_adapter=is_adapter, packed=packed)
+
+
+def with_inference_plan(
+    loaded: LoadedConfig, folder: Path, place: Path | None = None, *, is_adapter: bool, packed: bool = False
+) -> CompletedRun:
+    """Plan how a result answers on this machine.
+
+    Args:
+        loaded, folder, place, is_adapter: as :class:`CompletedRun` has them.
+        packed: as of ``resolve_inference``.
+
+    Raises:
+        HalftuneError: this machine cannot run the configuration.
+    """
+    final = place or folder / FINAL
     section = loaded.run.model if is_adapter else loaded.run.model.model_copy(update={"name_or_path": str(final)})
     stored = _adapter_format(final) if is_adapter else None
-    plan = _plan(loaded, run_facts(loaded.run, section), folder, partial(resolve_inference, adapter=stored))
-    return CompletedRun(loaded, folder, plan, is_adapter)
+    plan = partial(resolve_inference, adapter=stored, packed=packed)
+    return CompletedRun(loaded, folder, _plan(loaded, run_facts(loaded.run, section), folder, plan), is_adapter, place)
 
 
 def open_checkpoint(checkpoint: Path, overrides: Sequence[str], place: Path) -> CompletedRun:

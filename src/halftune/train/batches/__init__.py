@@ -2,5 +2,5 @@
 
 In: a `TokenizedSplit`, the number of processes.
 Out: micro-batches for one process.
-Imported by: `train.checkpoint`, `train.loop`, `train.reference`, `train.rollouts`, `train.setup`.
+Imported by: `evaluate`, `train.checkpoint`, `train.loop`, `train.reference`, `train.rollouts`, `train.setup`.
 """

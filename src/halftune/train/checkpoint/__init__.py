@@ -2,5 +2,5 @@
 
 In: a `TrainState`.
 Out: folders whose manifest is written last; a restored state.
-Imported by: `bench`, `cli`, `train.finish`, `train.save_restore`, `train.setup`, `train.trainer`.
+Imported by: `bench`, `cli`, `evaluate`, `train.finish`, `train.save_restore`, `train.setup`, `train.trainer`.
 """

@@ -2,5 +2,6 @@
 
 In: a `TrainState` and micro-batches.
 Out: updated weights and `StepMetrics`.
-Imported by: `bench`, `train.callbacks`, `train.probes`, `train.reference`, `train.setup`, `train.trainer`.
+Imported by: `bench`, `evaluate`, `train.callbacks`, `train.probes`, `train.reference`, `train.setup`,
+    `train.trainer`.
 """

@@ -114,10 +114,10 @@ class Sampler:
             made = generate_answers(
                 self.causal,
                 prompts,
-                self.ends,
-                most,
-                run.device,
-                run.feed.pad_token_id,
+                ends=self.ends,
+                most=most,
+                pad=run.feed.pad_token_id,
+                device=run.device,
                 processors=sampling,
                 synced=run.sharded,
             )
