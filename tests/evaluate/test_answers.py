@@ -12,7 +12,7 @@ from tiny_model import a_model, checkpoint, plan, section
 from halftune.config.sections.training import GenerationSection
 from halftune.core.errors import ModelError
 from halftune.evaluate import answers
-from halftune.evaluate.answers import answer, batches, cut
+from halftune.evaluate.answers import answer, batches
 from halftune.evaluate.rows import Question
 from halftune.model.generate import generate_reply
 from halftune.model.load.load import load_model
@@ -46,16 +46,16 @@ def test_batches_answer_as_single_prompts_do(loaded: tuple[Any, Any]) -> None:
 
 def test_a_batch_that_does_not_fit_is_halved(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = loaded
-    whole, sizes = answers._one_batch, []
+    whole, sizes = answers.generate_answers, []
 
-    def limited(causal: Any, prompts: Any, settings: Any) -> Any:
+    def limited(causal: Any, prompts: Any, **settings: Any) -> Any:
         sizes.append(len(prompts))
         if len(prompts) > 1:
             raise torch.OutOfMemoryError
-        return whole(causal, prompts, settings)
+        return whole(causal, prompts, **settings)
 
     expected = answer(model, tokenizer, asked(tokenizer), plan(), max_new_tokens=4)
-    monkeypatch.setattr(answers, "_one_batch", limited)
+    monkeypatch.setattr(answers, "generate_answers", limited)
     assert answer(model, tokenizer, asked(tokenizer), plan(), max_new_tokens=4) == expected
     assert sizes == [4, 2, 1, 1, 2, 1, 1]
 
@@ -87,8 +87,3 @@ def test_batches_hold_like_lengths() -> None:
     found = batches([5, 100, 7, 90, 6], 10, tokens=220)
     assert found == [[1, 3], [2, 4, 0]]
     assert batches([500, 1], 10, tokens=100) == [[0], [1]]
-
-
-def test_an_answer_ends_at_its_first_end() -> None:
-    assert cut([5, 6, 2, 7, 2], [2, 3]) == [5, 6]
-    assert cut([5, 6], [2]) == [5, 6]
