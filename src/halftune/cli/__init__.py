@@ -33,6 +33,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "data": ("halftune.cli.verbs.data", "show the data report, and samples with trained tokens highlighted"),
     "bench": ("halftune.cli.verbs.bench", "compare the training speed of recipes: tokens/s, MFU, memory"),
     "chat": ("halftune.cli.verbs.chat", "chat with a run's result, with the adapter on or off"),
+    "serve": ("halftune.cli.verbs.serve", "serve results by the OpenAI API, several adapters of one base by name"),
     "export": ("halftune.cli.verbs.export", "merge an adapter into its base model, and verify the logits"),
     "webui": ("halftune.cli.verbs.webui", "start the web UI, by default for this machine only"),
     "convert": ("halftune.cli.verbs.convert", "convert a LLaMA-Factory, axolotl or TRL config"),
