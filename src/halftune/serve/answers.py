@@ -11,7 +11,6 @@ import torch
 
 from halftune.core.errors import HalftuneError
 from halftune.model.generate import conversation_inputs
-from halftune.model.tokenizer.vocabulary import check_ids
 from halftune.serve.engine import Engine, Served
 from halftune.serve.requests import ApiError, ChatRequest, CompletionRequest, read_messages
 from halftune.serve.sampling import End, Job, Token
@@ -61,12 +60,14 @@ def prompt_of(engine: Engine, served: Served, request: ChatRequest | CompletionR
         if isinstance(ids, str):
             found = served.tokenizer(ids, add_special_tokens=request.add_special_tokens)["input_ids"]
             ids = list(found)  # pyright: ignore[reportArgumentType]
-        check_ids(engine.shared.causal, served.tokenizer, [ids], "the prompt")
     except HalftuneError as error:
         param = "messages" if isinstance(request, ChatRequest) else "prompt"
         raise ApiError(400, error.what, error.code, param) from error
     if not ids:
         raise ApiError(400, "the prompt has no tokens", "infer.no_prompt", "prompt")
+    vocabulary = engine.shared.causal.config.get_text_config().vocab_size
+    if max(ids) >= vocabulary:  # would end the engine's thread, on a GPU the process
+        raise ApiError(400, f"token {max(ids)} is none of {vocabulary:,}", "model.token_without_embedding", "prompt")
     return ids, {}
 
 
@@ -92,9 +93,9 @@ def _part(engine: Engine, part: Any) -> dict[str, Any]:
         case {"type": "text", "text": str(text)}:
             return {"type": "text", "text": text}
         case {"type": "image_url", "image_url": {"url": str(url)}} if url.startswith("data:"):
-            return {"type": "image", "ref": engine.media(url, "image")}
+            return {"type": "image", "ref": engine.media(url)}
         case {"type": "input_audio", "input_audio": {"data": str(data)}}:
-            return {"type": "audio", "ref": engine.media(f"data:;base64,{data}", "audio")}
+            return {"type": "audio", "ref": engine.media(f"data:;base64,{data}", kind="audio")}
     what = "a part of a message is neither a text, nor an image as a data URL, nor input_audio"
     raise ApiError(400, what, "infer.bad_request", "messages")
 

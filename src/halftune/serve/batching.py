@@ -19,7 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from halftune.model.attention.register import current_guard
 from halftune.precision.dtypes import torch_dtype
-from halftune.serve.sampling import End, Job, choose
+from halftune.serve.sampling import FAILED, End, Job, choose
 from halftune.serve.shared_model import SharedModel
 
 SDPA = "sdpa"  # the one name for which continuous batching builds masks, next to eager
@@ -111,7 +111,7 @@ class _Router(OutputRouter):
     def deliver(self, output: GenerationOutput) -> None:
         job = self.jobs.pop(output.request_id, None)
         if job is not None and not job.cancelled:
-            job.emit(End(output.error or ""))
+            job.emit(End(FAILED if output.error else ""))
 
     def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
         for output in outputs:
@@ -133,7 +133,8 @@ class BatchedLane:
     """
 
     def __init__(self, shared: SharedModel, adapter: str | None, tokens: int) -> None:
-        config = ContinuousBatchingConfig(
+        self._view: Any = _AsAdapter(shared, adapter)
+        self._config = ContinuousBatchingConfig(
             page_size=PAGE,
             num_blocks=-(-tokens // PAGE),
             max_batch_tokens=_QUERY_TOKENS,
@@ -141,9 +142,12 @@ class BatchedLane:
             use_cuda_graph=False,  # each request chooses its tokens on the CPU
             use_async_batching=False,
         )
-        view: Any = _AsAdapter(shared, adapter)
-        self._router, self._numbers, self._names = _Router(), count(), dict[Job, str]()
-        self._manager = _Manager(view, GenerationConfig(do_sample=False), config)
+        self._numbers, self._names = count(), dict[Job, str]()
+        self._start()
+
+    def _start(self) -> None:
+        self._router = _Router()
+        self._manager = _Manager(self._view, GenerationConfig(do_sample=False), self._config)
         self._manager.logit_processor.tensors_required = 1  # counted only for what it converts itself
         self._manager.output_router = self._router
         self._manager.start()
@@ -154,7 +158,10 @@ class BatchedLane:
         return self._manager.is_running() and self._manager.background_thread_status.fatal_error is None
 
     def submit(self, job: Job) -> None:
-        """Start a job."""
+        """Start a job, and the engine anew after a failed forward pass, which ends it."""
+        if not self.alive:
+            self._manager.stop(hard_stop=True)
+            self._start()
         name = self._names[job] = str(next(self._numbers))
         self._router.jobs[name] = job
         ends = sorted(job.ends)

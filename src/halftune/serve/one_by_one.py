@@ -13,7 +13,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 
 from halftune.core.log import get_logger
 from halftune.model.generate import decoding
-from halftune.serve.sampling import End, Job, choose
+from halftune.serve.sampling import FAILED, End, Job, choose
 from halftune.serve.shared_model import SharedModel
 
 log = get_logger(__name__)
@@ -23,7 +23,7 @@ class _Choice(LogitsProcessor):
     def __init__(self, job: Job) -> None:
         self._job = job
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
         return torch.zeros_like(scores).scatter_(1, choose([self._job], scores)[:, None], 1)
 
 
@@ -31,8 +31,8 @@ class _Cancelled(StoppingCriteria):
     def __init__(self, job: Job) -> None:
         self._job = job
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **_: Any) -> torch.BoolTensor:
-        return torch.full((len(input_ids),), self._job.cancelled, device=input_ids.device)  # pyright: ignore
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        return torch.full((len(input_ids),), self._job.cancelled, device=input_ids.device)
 
 
 class SerialLane:
@@ -78,9 +78,9 @@ class SerialLane:
             try:
                 self._generate(job)
                 job.emit(End())
-            except Exception as error:  # of one request; the next may do better
+            except Exception:  # of one request; the next may do better
                 log.exception("a request failed")
-                job.emit(End(f"{type(error).__name__}: {error}"))
+                job.emit(End(FAILED))
 
     def _generate(self, job: Job) -> None:
         with self._shared.answering(self._adapter) as causal:

@@ -17,6 +17,7 @@ from transformers.generation.logits_process import (
 
 from halftune.config.sections.training import GenerationSection
 
+FAILED = "the forward pass failed; the server's log says why"
 _LEAST = -9999.0  # OpenAI's value for a token that cannot come: JSON has no infinity
 
 

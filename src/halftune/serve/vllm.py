@@ -113,7 +113,7 @@ def _write_generation_config(run: CompletedRun) -> Path:
     from halftune.model.tokenizer.tokenizer import load_tokenizer
 
     try:
-        own = GenerationConfig.from_pretrained(run.result.name_or_path, revision=run.result.revision)
+        own = GenerationConfig.from_pretrained(run.result.name_or_path, revision=run.result.revision or "main")
     except OSError:  # many folders have none
         own = GenerationConfig()
     decoding = run.loaded.run.generation
