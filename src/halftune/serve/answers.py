@@ -72,7 +72,9 @@ def prompt_of(engine: Engine, served: Served, request: ChatRequest | CompletionR
 
 
 def _conversation(engine: Engine, served: Served, request: ChatRequest) -> Inputs:
-    messages = [{**one, "content": _content(engine, one["content"])} for one in read_messages(request.messages)]
+    developer = "developer" if "developer" in str(served.tokenizer.chat_template) else "system"
+    read = read_messages(request.messages, developer=developer)
+    messages = [{**one, "content": _content(engine, one["content"])} for one in read]
     variables: dict[str, Any] = {
         **served.run.loaded.run.model.chat_template_kwargs,
         **(request.chat_template_kwargs or {}),

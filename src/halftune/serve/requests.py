@@ -157,13 +157,18 @@ def read_request(kind: type[R], body: bytes) -> R:
         raise ApiError(400, message, "invalid_request", place) from None
 
 
-def read_messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def read_messages(given: list[dict[str, Any]], *, developer: str) -> list[dict[str, Any]]:
     """Messages as templates expect them: a content of texts alone is one text, arguments of calls are objects.
+
+    Args:
+        given: of a request.
+        developer: the role of OpenAI's ``developer`` in the template.
 
     Raises:
         ApiError: a message has no role or a content of another kind.
     """
-    return [_message(one, number) for number, one in enumerate(given)]
+    made = [_message(one, number) for number, one in enumerate(given)]
+    return [{**one, "role": developer} if one["role"] == "developer" else one for one in made]
 
 
 def _message(given: dict[str, Any], number: int) -> dict[str, Any]:
@@ -172,7 +177,7 @@ def _message(given: dict[str, Any], number: int) -> dict[str, Any]:
         raise ApiError(400, f"messages.{number} needs a role and a content", "invalid_request", "messages")
     if isinstance(content, list) and all(_is_text(part) for part in content):
         content = "".join(part["text"] for part in content)
-    made = {**given, "role": "system" if role == "developer" else role, "content": content or ""}
+    made = {**given, "content": content or ""}
     if calls:
         made["tool_calls"] = [_call(one, number) for one in calls]
     return made

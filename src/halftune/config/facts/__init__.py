@@ -2,6 +2,6 @@
 
 In: a folder or a hub id: config.json, headers of the weights, tokenizer files.
 Out: `ModelFacts`, frozen data from which plans are made.
-Imported by: `attention`, `bench`, `certify`, `cli`, `config.load`, `config.recipe_facts`, `config.rules`,
-    `convert`, `data`, `doctor`, `export`, `halftune_webui`, `hardware`, `model`, `plan`, `precision`, `train`.
+Imported by: `attention`, `bench`, `certify`, `cli`, `config.load`, `config.recipe_facts`, `config.rules`, `convert`,
+`data`, `doctor`, `export`, `halftune_webui`, `hardware`, `model`, `plan`, `precision`, `serve`, `train`.
 """

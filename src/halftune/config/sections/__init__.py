@@ -3,8 +3,8 @@
 In: plain values.
 Out: frozen sections; a key is a field, its docstring the documentation.
 Imported by: `attention`, `bench`, `certify`, `cli`, `config.facts`, `config.reading`, `config.recipe_facts`,
-    `config.render`, `config.rules`, `config.run`, `config.shape`, `config.validate`, `convert`, `data`, `doctor`,
-    `export`, `halftune_webui`, `infer`, `launch`, `methods`, `model`, `optim`, `plan`, `precision`, `train`.
+`config.render`, `config.rules`, `config.run`, `config.shape`, `config.validate`, `convert`, `data`, `doctor`, `export`,
+`halftune_webui`, `infer`, `launch`, `methods`, `model`, `optim`, `plan`, `precision`, `serve`, `train`.
 """
 
 from __future__ import annotations

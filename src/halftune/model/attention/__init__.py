@@ -2,5 +2,5 @@
 
 In: a model, an `AttentionPlan`.
 Out: the same model with its attention routed behind the guard.
-Imported by: `bench`, `certify`, `doctor`, `model.load`, `model.meta`, `model.policy`, `train`.
+Imported by: `bench`, `certify`, `doctor`, `model.load`, `model.meta`, `model.policy`, `serve`, `train`.
 """
