@@ -13,13 +13,15 @@ import openai
 import pytest
 import torch
 from patience import LIMIT, until
-from tiny_model import checkpoint, finished_run
+from tiny_model import a_model, checkpoint, finished_run
 from transformers import PreTrainedTokenizerFast
+from transformers.generation.continuous_batching.requests import RequestState
 
 from halftune.core.errors import ConfigError, HalftuneError, ModelError
 from halftune.infer.session import open_session
 from halftune.serve import engine as engine_module
 from halftune.serve.app import build_app
+from halftune.serve.batching import PAGE
 from halftune.serve.door import Door
 from halftune.serve.engine import Engine
 from halftune.serve.runs import open_runs
@@ -401,22 +403,61 @@ def test_runs_that_cannot_be_served_together(folders: dict[str, Path], tmp_path:
     assert caught.value.code == "infer.reward_model"
 
 
-def test_a_hybrid_answers_one_by_one_as_chat_does(tmp_path: Path) -> None:
-    base = checkpoint(tmp_path / "hybrid", like="qwen3_5-tiny", vocab_size=4096)
-    runs, name = open_runs([str(finished_run(tmp_path / "run", base))])
+@pytest.mark.parametrize("kind", ["qwen3_5-tiny", "gpt2"])
+def test_what_cannot_be_batched_answers_one_by_one_as_chat_does(kind: str, tmp_path: Path) -> None:
+    """Linear layers are known beforehand; the attention of gpt2 has no place for pages, which a trial finds."""
+    if kind == "gpt2":
+        made: Any = a_model(kind, vocab_size=4096, max_position_embeddings=512)
+        made.save_pretrained(tmp_path / "base")
+    else:
+        checkpoint(tmp_path / "base", like=kind, vocab_size=4096)
+    runs, name = open_runs([str(finished_run(tmp_path / "run", tmp_path / "base"))])
     wanted = open_session(runs["run"]).reply(ASKED, tuned=True)
-    made = Engine(runs, name, None)
+    engine = Engine(runs, name, None)
     try:
-        assert not made.batched
+        assert not engine.batched
 
         async def ask(client: openai.AsyncOpenAI) -> list[Any]:
             calls = [client.chat.completions.create(model="run", messages=ASKED) for _ in range(3)]  # pyright: ignore
             return await asyncio.gather(*calls)
 
-        answers = with_client(build_app(made, key="", body=1 << 20, queue=8), ask)
+        answers = with_client(build_app(engine, key="", body=1 << 20, queue=8), ask)
     finally:
-        made.close()
+        engine.close()
     assert [one.choices[0].message.content for one in answers] == [wanted] * 3
+
+
+def test_a_cache_that_is_too_small_for_all_changes_no_answer(
+    folders: dict[str, Path], door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests lose their place in the cache and begin again; prompts are read in parts."""
+    asked = [{"prompt": [number] * 30 + PROMPT, "max_tokens": 60, "return_token_ids": True} for number in range(9, 13)]
+    wanted = [complete(door, **one)["choices"][0] for one in asked]
+    monkeypatch.setattr(engine_module, "cache_tokens", lambda *_: 4 * PAGE)
+    monkeypatch.setattr("halftune.serve.batching._QUERY_TOKENS", 16)
+    small = Engine(*open_runs([str(folders["one"])]), None)
+    again: list[int] = []
+    restart = RequestState.create_equivalent_initial_request
+    monkeypatch.setattr(
+        RequestState, "create_equivalent_initial_request", lambda one: (again.append(1), restart(one))[1]
+    )
+    try:
+        assert small.batched
+
+        async def ask(client: openai.AsyncOpenAI) -> list[Any]:
+            extra = {"ignore_eos": True, "return_token_ids": True}
+            calls = [
+                client.completions.create(model="one", prompt=one["prompt"], max_tokens=60, extra_body=extra)
+                for one in asked
+            ]
+            return await asyncio.gather(*calls)
+
+        answers = with_client(build_app(small, key="", body=1 << 20, queue=8), ask)
+    finally:
+        small.close()
+    assert again
+    assert [one.choices[0].token_ids for one in answers] == [one["token_ids"] for one in wanted]
+    assert [one.usage.completion_tokens for one in answers] == [60] * 4
 
 
 def test_a_tokenizer_of_bytes_is_never_cut(engine: Engine) -> None:

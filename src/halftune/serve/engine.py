@@ -19,6 +19,7 @@ from halftune.model.load.device import device_of
 from halftune.model.result.completed_run import CompletedRun
 from halftune.model.tokenizer.tokenizer import load_tokenizer
 from halftune.precision.report import check_dtypes
+from halftune.serve.batch_check import batching_holds
 from halftune.serve.batching import BatchedLane, cache_tokens, can_batch, paged_attention
 from halftune.serve.one_by_one import SerialLane
 from halftune.serve.sampling import Job
@@ -85,18 +86,23 @@ class Engine:
         context = context_length(self.shared.causal) or _LONGEST
         self.max_tokens = min(max_tokens or _LONGEST, context)
         self._stack = ExitStack()
+        self.batched = self.images is None and can_batch(self.shared)
         self._open_lanes(runs, base, session.tokenizer)
+        served = next(iter(self.models.values()))
+        if isinstance(served.lane, BatchedLane) and not batching_holds(self.shared, served.lane, served.adapter):
+            self.close()
+            self.batched = False
+            self._open_lanes(runs, base, session.tokenizer)
+        if not self.batched:
+            log.info("one request at a time: continuous batching does not serve this model")
 
     def _open_lanes(self, runs: dict[str, CompletedRun], base: str | None, first: PreTrainedTokenizerBase) -> None:
         names = [*runs, *([base] if base else [])]
-        self.batched = self.images is None and can_batch(self.shared)
         cache = 0
         if self.batched:
             self._stack.enter_context(paged_attention(self.shared.causal))
             cache = cache_tokens(self.shared, len(names), self.max_tokens)
             self.max_tokens = min(self.max_tokens, cache)
-        else:
-            log.info("one request at a time: continuous batching does not serve this model")
         self.models: dict[str, Served] = {}
         try:
             for number, name in enumerate(names):
