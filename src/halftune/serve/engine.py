@@ -87,12 +87,16 @@ class Engine:
         self.max_tokens = min(max_tokens or _LONGEST, context)
         self._stack = ExitStack()
         self.batched = self.images is None and can_batch(self.shared)
-        self._open_lanes(runs, base, session.tokenizer)
-        served = next(iter(self.models.values()))
-        if isinstance(served.lane, BatchedLane) and not batching_holds(self.shared, served.lane, served.adapter):
-            self.close()
-            self.batched = False
+        try:
             self._open_lanes(runs, base, session.tokenizer)
+            served = next(iter(self.models.values()))
+            if isinstance(served.lane, BatchedLane) and not batching_holds(self.shared, served.lane, served.adapter):
+                self.close()
+                self.batched = False
+                self._open_lanes(runs, base, session.tokenizer)
+        except BaseException:  # threads would keep the process
+            self.close()
+            raise
         if not self.batched:
             log.info("one request at a time: continuous batching does not serve this model")
 
@@ -104,19 +108,15 @@ class Engine:
             cache = cache_tokens(self.shared, len(names), self.max_tokens)
             self.max_tokens = min(self.max_tokens, cache)
         self.models: dict[str, Served] = {}
-        try:
-            for number, name in enumerate(names):
-                run = runs.get(name) or next(iter(runs.values()))
-                adapter = "default" if number == 0 else f"adapter{number}"
-                adapter = adapter if name in runs and isinstance(self.shared.model, PeftModel) else None
-                tokenizer = first if number == 0 or name not in runs else load_tokenizer(run.result)
-                lane = BatchedLane(self.shared, adapter, cache) if self.batched else SerialLane(self.shared, adapter)
-                self._stack.callback(lane.close)
-                ends = frozenset(ending_ids(tokenizer, self.shared.causal.generation_config))
-                self.models[name] = Served(name, run, adapter, tokenizer, ends, lane)
-        except BaseException:
-            self.close()
-            raise
+        for number, name in enumerate(names):
+            run = runs.get(name) or next(iter(runs.values()))
+            adapter = "default" if number == 0 else f"adapter{number}"
+            adapter = adapter if name in runs and isinstance(self.shared.model, PeftModel) else None
+            tokenizer = first if number == 0 or name not in runs else load_tokenizer(run.result)
+            lane = BatchedLane(self.shared, adapter, cache) if self.batched else SerialLane(self.shared, adapter)
+            self._stack.callback(lane.close)
+            ends = frozenset(ending_ids(tokenizer, self.shared.causal.generation_config))
+            self.models[name] = Served(name, run, adapter, tokenizer, ends, lane)
 
     @property
     def alive(self) -> bool:
