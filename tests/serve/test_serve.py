@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -13,12 +14,17 @@ import openai
 import pytest
 import torch
 from patience import LIMIT, until
+from tiny_images import ROWS, image_model, write_image, write_rows
 from tiny_model import a_model, checkpoint, finished_run
 from transformers import PreTrainedTokenizerFast
 from transformers.generation.continuous_batching.requests import RequestState
 
+from halftune.config.facts.model import read_model_facts
+from halftune.config.load import load_config
 from halftune.core.errors import ConfigError, HalftuneError, ModelError
+from halftune.hardware.catalogue import lookup
 from halftune.infer.session import open_session
+from halftune.plan import resolve
 from halftune.serve import engine as engine_module
 from halftune.serve.app import build_app
 from halftune.serve.batching import PAGE
@@ -27,6 +33,7 @@ from halftune.serve.engine import Engine
 from halftune.serve.runs import open_runs
 from halftune.serve.sampling import Token
 from halftune.serve.text import TextStream
+from halftune.train.trainer import train
 
 ASKED = [{"role": "user", "content": "How wide is bf16?"}]
 PROMPT = [9, 300, 41, 7, 1200, 55, 8]
@@ -425,6 +432,43 @@ def test_what_cannot_be_batched_answers_one_by_one_as_chat_does(kind: str, tmp_p
     finally:
         engine.close()
     assert [one.choices[0].message.content for one in answers] == [wanted] * 3
+
+
+@pytest.mark.slow
+def test_images_are_seen(tmp_path: Path) -> None:
+    """As chat sees them, by data URLs; the base answers, too."""
+    image_model(tmp_path / "model", "qwen2_vl")
+    recipe = {
+        "model": {"name_or_path": str(tmp_path / "model")},
+        "precision": "fp32",
+        "adapter": "lora",
+        "data": {"train": str(write_rows(tmp_path, ROWS)), "images": True},
+        "training": {"output_dir": str(tmp_path / "run"), "max_steps": 1},
+        "generation": {"max_new_tokens": 6},
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    loaded = load_config(tmp_path / "recipe.yaml")
+    train(loaded, resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model)))
+    picture = base64.b64encode(write_image(tmp_path / "one.png", 60, 40).read_bytes()).decode()
+    url = f"data:image/png;base64,{picture}"
+    runs, name = open_runs([str(tmp_path / "run")])
+    session = open_session(runs["run"])
+    parts = [{"type": "image", "ref": session.media(url)}, {"type": "text", "text": "What is it?"}]
+    wanted = session.reply([{"role": "user", "content": parts}], tuned=True)
+    asked = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]
+    engine = Engine(runs, name, None)
+    try:
+        assert not engine.batched
+        door = build_app(engine, key="", body=1 << 20, queue=8)
+        messages = [{"role": "user", "content": asked}]
+        found = post(door, "chat/completions", {"model": "run", "messages": messages}).json()
+        assert found["choices"][0]["message"]["content"] == wanted
+        assert found["usage"]["prompt_tokens"] > 20
+        url = "http://localhost/cat.png"
+        refused = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+        assert post(door, "chat/completions", {"model": "run", "messages": refused}).status_code == 400
+    finally:
+        engine.close()
 
 
 def test_a_cache_that_is_too_small_for_all_changes_no_answer(
