@@ -31,6 +31,7 @@ FLOORS: dict[str, int] = {
     "halftune.train": 9,
     "halftune.infer": 9,
     "halftune.export": 9,
+    "halftune.serve": 10,
     "halftune.bench": 10,
     "halftune.evaluate": 11,
     "halftune.launch": 11,

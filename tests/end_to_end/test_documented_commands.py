@@ -38,6 +38,7 @@ ELSEWHERE = re.compile(
     r"^bench|quickstart|several_devices|num_machines|--image|--audio|qwen_lora_bf16|--sweep|webui|checkpoint-400"
     r"|^verify .*(models|http)"
     r"|runs/a|Qwen/|--tasks|--fail-"
+    r"|^serve (?!.*--print-command)"
 )
 
 

@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 from patience import LIMIT, until
 
-from halftune.cli import train_main
-from halftune.cli.verbs import sweep
-from halftune.cli.verbs.sweep import SWEEP, TABLE, Trial, _run_trial, _values
+from halftune.cli import sweep, train_main
+from halftune.cli.sweep import SWEEP, TABLE, Trial, _run_trial, _values
 from halftune.config.load import load_config
 from halftune.config.reading.yaml_source import parse
 from halftune.core.errors import ConfigError

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from halftune.core.errors import ConfigError
+from halftune.core.loopback import is_loopback
 from halftune_webui.access.origin import SameOrigin
-from halftune_webui.settings import check_address, is_loopback, read_auth
+from halftune_webui.settings import check_address, read_auth
 
 
 def answer(bound: str, method: str = "POST", kind: str = "http", signed_in: bool = True, **headers: str) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from halftune.core.errors import ConfigError
+from halftune.core.loopback import is_loopback
 
 LANGUAGES = ("en", "zh")
 HALFTUNE = (sys.executable, "-m", "halftune")
@@ -43,16 +43,6 @@ class Settings:
         values = json.loads(text)
         roots, runs = tuple(map(Path, values.pop("roots"))), Path(values.pop("runs"))
         return cls(roots, runs, **{**values, "program": tuple(values["program"])})
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach ``host``; a name other than localhost counts as reachable from outside."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def check_address(host: str, auth: tuple[str, str] | None) -> None:

@@ -38,6 +38,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "measure results beside their base models: loss, answers, tasks; exit codes for CI",
     ),
     "export": ("halftune.cli.verbs.results.export", "merge an adapter into its base model, and verify the logits"),
+    "serve": (
+        "halftune.cli.verbs.results.serve",
+        "serve results by the OpenAI API, several adapters of one base by name",
+    ),
     "verify": ("halftune.cli.verbs.results.verify", "prove that what is served is what was trained"),
     "webui": ("halftune.cli.verbs.webui", "start the web UI, by default for this machine only"),
     "convert": ("halftune.cli.verbs.convert", "convert a LLaMA-Factory, axolotl or TRL config"),

@@ -2,5 +2,5 @@
 
 In: a run folder or a result.
 Out: answers.
-Imported by: `api`, `cli`, `evaluate`.
+Imported by: `api`, `cli`, `evaluate`, `serve`.
 """

@@ -2,6 +2,6 @@
 
 In: a config and its plan.
 Out: a module that trains as planned; files that hold what was trained.
-Imported by: `api`, `bench`, `certify`, `cli`, `doctor`, `evaluate`, `export`, `infer`, `methods`, `train`,
+Imported by: `api`, `bench`, `certify`, `cli`, `doctor`, `evaluate`, `export`, `infer`, `methods`, `serve`, `train`,
     `verify`.
 """

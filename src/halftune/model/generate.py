@@ -66,16 +66,8 @@ def generate_reply(
             logits are not finite.
     """
     causal: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    refs = [part["ref"] for one in messages if isinstance(one["content"], list) for part in one["content"] if
-            part["type"] in ("image", "audio")]  # fmt: skip
-    prompt = _prompt(tokenizer, messages, template_variables or {}, partial(_with_images, images, refs))
-    if not prompt:
-        what = "the prompt has no tokens"
-        raise ModelError(what, where=str(tokenizer.name_or_path), code="infer.no_prompt")
-    check_ids(causal, tokenizer, [prompt], "the conversation")
     device = sharded or causal.device  # shards may be offloaded to main memory
-    prompt_1T = torch.tensor([prompt], device=device)
-    seen = _image_inputs(images, refs, prompt_1T, causal.dtype) if images is not None and refs else {}
+    prompt_1T, seen = conversation_inputs(causal, tokenizer, messages, template_variables or {}, images, device)
     length = prompt_1T.shape[1]
     room = min(generation.max_new_tokens, _room(causal, length))
     settings = _settings(generation, tokenizer, causal.generation_config, room)
@@ -95,9 +87,47 @@ def generate_reply(
     return str(tokenizer.decode(answer_1S[0, length:], skip_special_tokens=True)).strip()
 
 
+def conversation_inputs(
+    causal: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    variables: Mapping[str, Any],
+    images: MediaProcessor | None,
+    device: torch.device,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The prompt of a conversation, int64 ``[1, T]``, and the forward pass's arguments for its images.
+
+    Args:
+        causal: the model, without peft.
+        tokenizer: its tokenizer.
+        messages: as of `generate_reply`.
+        variables: further variables of the chat template.
+        images: the model's processor, if messages have images.
+        device: of the tensors.
+
+    Raises:
+        ModelError: as `generate_reply`, except for the context length.
+    """
+    refs = [part["ref"] for one in messages if isinstance(one["content"], list) for part in one["content"] if
+            part["type"] in ("image", "audio")]  # fmt: skip
+    prompt = _prompt(tokenizer, messages, variables, partial(_with_images, images, refs))
+    if not prompt:
+        what = "the prompt has no tokens"
+        raise ModelError(what, where=str(tokenizer.name_or_path), code="infer.no_prompt")
+    check_ids(causal, tokenizer, [prompt], "the conversation")
+    prompt_1T = torch.tensor([prompt], device=device)
+    seen = _image_inputs(images, refs, prompt_1T, causal.dtype) if images is not None and refs else {}
+    return prompt_1T, seen
+
+
+def context_length(causal: Any) -> int | None:
+    """Tokens of the longest sequence; None if the model's config names no limit."""
+    return getattr(causal.config.get_text_config(), "max_position_embeddings", None)
+
+
 def _room(causal: Any, length: int) -> int:
     """Tokens that fit behind a prompt of ``length``."""
-    limit = getattr(causal.config.get_text_config(), "max_position_embeddings", None)
+    limit = context_length(causal)
     if limit is not None and length >= limit:
         what = f"the conversation has {length:,} tokens; the model's limit is {limit:,}"
         raise ModelError(what, remedy="start a new conversation (/reset in chat)", code="infer.conversation_too_long")

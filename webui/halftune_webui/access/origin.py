@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from halftune_webui.settings import is_loopback
+from halftune.core.loopback import is_loopback
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]

@@ -1,4 +1,4 @@
-"""The verbs, one file each; `sweep` and `bench_paper` are options of `train` and `bench`.
+"""The verbs, one file each.
 
 In: parsed arguments.
 Out: an exit code.

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         what = "no recipe given"
         raise ConfigError(what, remedy="use --config, as in --config configs/quickstart.yaml", code="cli.no_recipe")
     if args.paper:
-        from halftune.cli.verbs.bench_paper import predict  # without measuring
+        from halftune.cli.bench_paper import predict  # without measuring
 
         return predict(args)
     if args.hardware or args.packages or args.sample_length or args.price or args.compare:

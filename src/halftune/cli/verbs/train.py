@@ -88,7 +88,7 @@ def _sweep(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: options that do not go with it.
     """
-    from halftune.cli.verbs import sweep
+    from halftune.cli import sweep
 
     for name in ("rerun", "profile", "print_config"):
         if vars(args)[name]:

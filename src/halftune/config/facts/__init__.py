@@ -4,5 +4,5 @@ In: a folder or a hub id: config.json, headers of the weights, tokenizer files.
 Out: `ModelFacts`, frozen data from which plans are made.
 Imported by: `attention`, `bench`, `certify`, `cli`, `config.load`, `config.recipe_facts`, `config.rules`,
     `convert`, `data`, `doctor`, `evaluate`, `export`, `halftune_webui`, `hardware`, `model`, `plan`, `precision`,
-    `train`, `verify`.
+    `serve`, `train`, `verify`.
 """

@@ -5,7 +5,7 @@ Out: frozen sections; a key is a field, its docstring the documentation.
 Imported by: `attention`, `bench`, `certify`, `cli`, `config.facts`, `config.reading`, `config.recipe_facts`,
     `config.render`, `config.rules`, `config.run`, `config.shape`, `config.validate`, `convert`, `data`, `doctor`,
     `evaluate`, `export`, `halftune_webui`, `infer`, `launch`, `methods`, `model`, `optim`, `plan`, `precision`,
-    `train`, `verify`.
+    `serve`, `train`, `verify`.
 """
 
 from __future__ import annotations

@@ -2,5 +2,6 @@
 
 In: a model, an `AttentionPlan`.
 Out: the same model with its attention routed behind the guard.
-Imported by: `bench`, `certify`, `doctor`, `model.adapters`, `model.load`, `model.meta`, `model.policy`, `train`.
+Imported by: `bench`, `certify`, `doctor`, `model.adapters`, `model.load`, `model.meta`, `model.policy`, `serve`,
+    `train`.
 """

@@ -2,5 +2,5 @@
 
 In: a trained module, or the folder of a run.
 Out: safetensors, config, tokenizer, manifest.
-Imported by: `api`, `certify`, `cli`, `evaluate`, `export`, `infer`, `train`.
+Imported by: `api`, `certify`, `cli`, `evaluate`, `export`, `infer`, `serve`, `train`.
 """
