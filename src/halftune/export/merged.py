@@ -13,7 +13,9 @@ from halftune.config.facts.safetensors_headers import main_format, read_headers,
 from halftune.core.atomic import whole_folder, write_error_remedy
 from halftune.core.choice import Format
 from halftune.core.errors import TrainingError
-from halftune.core.manifest import MANIFEST, seal
+from halftune.core.manifest import MANIFEST, manifest_facts, seal
+from halftune.export.card import write_card
+from halftune.export.options import Options
 from halftune.export.output import check_output, inputs_of
 from halftune.model.files.identity import check_base
 from halftune.model.files.locate import locate
@@ -38,17 +40,19 @@ class Export:
         stored: its number format.
         source: the reason for this format.
         merge: result of the merge; None if a full model was copied.
+        needs_care: plain transformers loads it incorrectly; its README says how to load it.
     """
 
     folder: Path
     stored: Format
     source: str
     merge: Merge | None
+    needs_care: bool = False
 
     def describe(self) -> str:
         """Return the result in a few lines for a terminal."""
         lines = [f"{self.folder}: weights and config.json in {self.stored} ({self.source})"]
-        if (self.folder / README).is_file():
+        if self.needs_care:
             lines.append(f"plain transformers loads this model incorrectly: see {self.folder / README}")
         if self.merge is None:
             lines.append("copied unchanged (full model, no adapter to merge)")
@@ -73,6 +77,7 @@ def export_run(
     *,
     force: bool = False,
     progress: Progress = no_progress,
+    card: bool = True,
 ) -> Export:
     """Export a run's result as a plain model with its tokenizer.
 
@@ -82,6 +87,7 @@ def export_run(
         dtype: format of the weights; default the base checkpoint's (for a full model: the saved one).
         force: replace an earlier export in ``output``.
         progress: called with the progress.
+        card: write a model card.
 
     Raises:
         ModelError: ``output`` is in use, not enough memory, or the exported model's logits differ.
@@ -104,12 +110,15 @@ def export_run(
             else:
                 merge = _write_merged(run, stored, partial, progress)
                 save_tokenizer(load_tokenizer(run.result), partial)
-                seal(partial, MANIFEST)
+            needs_care = (partial / README).is_file()
+            if card:
+                write_card(run, partial, Options(output))
+            seal(partial, MANIFEST, facts=manifest_facts(partial))
     except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
         remedy = f"{write_error_remedy(error)}, or choose another output folder"
         what = f"cannot write: {error}"
         raise TrainingError(what, where=str(output), remedy=remedy, code="core.cannot_write") from error
-    return Export(output, stored, source, merge)
+    return Export(output, stored, source, merge, needs_care)
 
 
 def _write_merged(run: CompletedRun, stored: Format, folder: Path, progress: Progress) -> Merge:
