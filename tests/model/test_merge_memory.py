@@ -23,7 +23,7 @@ from halftune.model.load.zero_weights import insert_zero_weights
 from halftune.model.result.save import save_final
 from halftune.model.tokenizer.tokenizer import load_tokenizer
 
-SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 115, "num_attention_heads": 16}
+SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 136, "num_attention_heads": 16}
 SIZES |= {"num_key_value_heads": 16, "vocab_size": 32000, "tie_word_embeddings": False}
 MERGE = """
 import sys, threading
@@ -48,7 +48,7 @@ thread = threading.Thread(target=watch)
 thread.start()
 try:
     base, final, out = map(Path, sys.argv[1:4])
-    merge = merge_by_layer(section(base), final, plan("bf16", "fp32"), "bf16", out, limit=5 * 10**7)
+    merge = merge_by_layer(section(base), final, plan("bf16", "fp32"), "bf16", out, limit=3 * 10**7)
 finally:
     done.set()
     thread.join()

@@ -88,7 +88,8 @@ def _facts(run: CompletedRun) -> Iterator[tuple[str, object]]:
         "halftune": made.get("halftune"),
         **{name: packages.get(name) for name in ("torch", "transformers", "peft")},
     }
-    yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    if known := [f"{name} {version}" for name, version in versions.items() if version]:
+        yield "versions", ", ".join(known)
     devices: list[dict[str, Any]] = (made.get("hardware") or {}).get("devices") or []
     if devices:
         yield "hardware", f"{len(devices)} × {devices[0]['name']}"

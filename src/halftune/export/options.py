@@ -9,6 +9,7 @@ from typing import Literal
 from halftune.core.choice import Format
 
 GgufType = Literal["f16", "bf16", "q8_0"]
+Quantised = Literal["nf4", "int8", "fp8", "int8-wo"]
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,19 @@ def _of_gguf(options: Options) -> Format | None:
     return formats[options.gguf_type]  # no weight is rounded twice
 
 
+def _of_base(_options: Options) -> Format | None:
+    return None
+
+
+_GGUF, _QUANTISED, _ADAPTER = (f"halftune.export.{name}" for name in ("gguf.target", "quantised", "adapter"))
+
 TARGETS: dict[str, Target] = {
-    "gguf": Target("halftune.export.gguf.target:check", "halftune.export.gguf.target:write", _of_gguf, ("gguf",)),
+    "gguf": Target(f"{_GGUF}:check", f"{_GGUF}:write", _of_gguf, ("gguf",)),
+    "adapter": Target(f"{_ADAPTER}:check", f"{_ADAPTER}:write"),
+    "nf4": Target(f"{_QUANTISED}:check", f"{_QUANTISED}:write", _of_base, ("bitsandbytes",)),
+    "int8": Target(f"{_QUANTISED}:check", f"{_QUANTISED}:write", _of_base, ("bitsandbytes",)),
+    "fp8": Target(f"{_QUANTISED}:check", f"{_QUANTISED}:write", _of_base, ("torchao",)),
+    "int8-wo": Target(f"{_QUANTISED}:check", f"{_QUANTISED}:write", _of_base, ("torchao",)),
 }
 
 

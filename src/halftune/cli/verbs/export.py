@@ -4,6 +4,8 @@
   halftune export configs/quickstart.yaml --output models/quickstart --dtype fp32
   halftune export runs/quickstart/checkpoint-40 --output models/step-40     a checkpoint, sharded or not
   halftune export runs/quickstart --output models/gguf --format gguf        for llama.cpp and Ollama
+  halftune export runs/quickstart --output models/small --quantize nf4      4 bits, for transformers and vLLM
+  halftune export runs/quickstart --output models/mine --format adapter     for vLLM, beside the base model
 
 The merge is computed in fp32. Weights are saved in the base checkpoint's dtype or in --dtype, and config.json records
 it. Nothing is written if the merged model's logits differ by more than rounding explains.
@@ -23,7 +25,7 @@ from halftune.core.errors import ConfigError
 from halftune.core.optional import quick_imports
 from halftune.core.processes.signals import unwound_by_signals
 from halftune.core.status import StatusFile, reported
-from halftune.export.options import GgufType, Options
+from halftune.export.options import GgufType, Options, Quantised
 from halftune.train.run_folder.checkpoints import STATE
 
 
@@ -36,8 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder to write")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="format of the weights")
     parser.add_argument(
-        "--format", choices=("folder", "gguf"), default="folder", help="what is written; default folder"
+        "--format", choices=("folder", "gguf", "adapter"), default="folder", help="what is written; default folder"
     )
+    parser.add_argument("--quantize", choices=get_args(Quantised), help="format of the linear layers in a folder")
     parser.add_argument("--gguf-type", choices=get_args(GgufType), help="of the weights in a GGUF file; default bf16")
     parser.add_argument("--status", metavar="FILE", type=Path, help="write progress to this JSON file")
     parser.add_argument("--force", action="store_true", help="replace an earlier export in DIR")
@@ -91,11 +94,12 @@ def _options(args: argparse.Namespace, output: Path) -> Options:
         ConfigError: an option has no effect beside another one.
     """
     conflicts = {
-        "--dtype": args.dtype is not None and args.format != "folder",
+        "--quantize": args.quantize is not None and args.format != "folder",
+        "--dtype": args.dtype is not None and (args.format != "folder" or args.quantize is not None),
         "--gguf-type": args.gguf_type is not None and args.format != "gguf",
     }
     for option, conflict in conflicts.items():
         if conflict:
-            what, remedy = f"{option} has no effect with --format {args.format}", f"leave {option} out"
+            what, remedy = f"{option} has no effect beside the other options", f"leave {option} out"
             raise ConfigError(what, where=option, remedy=remedy, code="cli.option_conflict")
-    return Options(output, args.format, args.dtype, args.gguf_type or "bf16")
+    return Options(output, args.quantize or args.format, args.dtype, args.gguf_type or "bf16")

@@ -111,8 +111,8 @@ def merge_adapter(
     prepare_merge(base, plan)
     adapted = load_adapter(base, adapter, exact)
     changed = adapted_towers(adapted)
-    ids_BT = _random_ids(adapted)
-    expected_BTV = _logits(adapted, ids_BT)
+    ids_BT = random_ids(adapted)
+    expected_BTV = logits_of(adapted, ids_BT)
     size, error = _merge_layers(adapted, stored, plan, progress)
     progress("checking", 0, 0)
     with warnings.catch_warnings():
@@ -132,8 +132,8 @@ def round_model(model: ModelSection, plan: Plan, stored: Format) -> Merge:
     """
     _check_memory(plan)
     loaded = load_model(model, fp32_plan(plan, stored), for_training=False)
-    ids_BT = _random_ids(loaded)
-    return _round(loaded, ids_BT, _logits(loaded, ids_BT), stored, plan)
+    ids_BT = random_ids(loaded)
+    return _round(loaded, ids_BT, logits_of(loaded, ids_BT), stored, plan)
 
 
 def _round(
@@ -151,7 +151,7 @@ def _round(
         if name not in kept and tensor.is_floating_point():
             tensor.data = rounded(tensor.detach(), stored)
     bound = max(bound, forward_bound(stored, _depth(model)))
-    return Merge(model, stored, check_forward(_logits(model, ids_BT), expected_BTV, stored, bound), bound)
+    return Merge(model, stored, check_forward(logits_of(model, ids_BT), expected_BTV, stored, bound), bound)
 
 
 def _check_range(model: PreTrainedModel, stored: Format, plan: Plan) -> None:
@@ -191,11 +191,11 @@ def _check_merged(merged: PreTrainedModel, ids_BT: torch.Tensor, expected_BTV: t
     Raises:
         ModelError: they differ by more than rounding explains.
     """
-    actual_BTV, usual = _logits(merged, ids_BT), forward_bound("fp32", _depth(merged))
+    actual_BTV, usual = logits_of(merged, ids_BT), forward_bound("fp32", _depth(merged))
     bound = usual
     if _apart(actual_BTV, expected_BTV) > usual:
         with _rounded_outputs(merged):
-            bound = min(16 * usual, max(usual, 8 * _apart(_logits(merged, ids_BT), actual_BTV)))
+            bound = min(16 * usual, max(usual, 8 * _apart(logits_of(merged, ids_BT), actual_BTV)))
     check_forward(actual_BTV, expected_BTV, "fp32", bound)
     return bound
 
@@ -308,14 +308,15 @@ def rounded(tensor: torch.Tensor, stored: Format) -> torch.Tensor:
     return tensor.to(torch_dtype(stored)).to(torch.float32)
 
 
-def _random_ids(model: PeftModel | PreTrainedModel) -> torch.Tensor:
+def random_ids(model: PeftModel | PreTrainedModel) -> torch.Tensor:
+    """Random tokens ``[ROWS, TOKENS]``, the same in each call."""
     embedding: Any = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
     size = embedding.weight.shape[0]
     return torch.randint(size, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
 
 
-def _logits(model: Any, ids_BT: torch.Tensor) -> torch.Tensor:
-    """Logits in fp64; of a reward model the scores of all tokens ``[B, T, 1]``."""
+def logits_of(model: Any, ids_BT: torch.Tensor) -> torch.Tensor:
+    """Return logits in fp64; of a reward model the scores of all tokens ``[B, T, 1]``."""
     with torch.inference_mode():
         logits = model(input_ids=ids_BT, use_cache=False).logits
     if logits.shape[-1] == 1:
