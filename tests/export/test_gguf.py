@@ -26,7 +26,7 @@ BPE = [row["name"] for row in read_yaml("halftune.export.gguf", "gguf.yaml")["pr
 
 @pytest.fixture(scope="module")
 def tokenizers() -> dict[str, Any]:
-    return {"qwen2": byte_level("qwen2"), "gemma": sentence_piece(prefix=False)}
+    return {"qwen2": byte_level("qwen2"), "gemma": sentence_piece("never")}
 
 
 def written(place: Path, family: str, tokenizer: Any, kind: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -86,7 +86,7 @@ def test_the_vocabulary(tokenizers: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("what", ["pre_tokenizer", "unigram", "spaces", "merges"])
 def test_a_tokenizer_without_its_like_in_llama_cpp_is_refused(what: str) -> None:
-    tokenizer: Any = sentence_piece(prefix=False) if what == "merges" else byte_level("qwen2")
+    tokenizer: Any = sentence_piece("never") if what == "merges" else byte_level("qwen2")
     raw = json.loads(tokenizer.backend_tokenizer.to_str())
     if what == "pre_tokenizer":
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -109,6 +109,7 @@ def test_a_tokenizer_without_its_like_in_llama_cpp_is_refused(what: str) -> None
         ("llama", {"hidden_act": "gelu"}),
         ("mistral", {"sliding_window": 8}),
         ("qwen2", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}}),
+        ("qwen2", {"head_dim": 32}),
         ("gemma2", {"query_pre_attn_scalar": 100}),
         ("gemma2", {"layer_types": ["full_attention"] * 3}),
         ("llama", {"model_type": "olmo"}),
@@ -183,3 +184,13 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     tokenizer = AutoTokenizer.from_pretrained(run / "final")
     assert reader.fields["tokenizer.chat_template"].contents() == tokenizer.chat_template
     assert {path.name for path in tmp_path.iterdir()} == {"base", "run", "my-model"}
+
+
+def test_a_space_before_the_first_text_only_needs_a_template_that_begins_with_a_special_token() -> None:
+    tokenizer = sentence_piece("first")
+    assert not read_vocabulary(tokenizer).space_prefix
+    assert read_vocabulary(sentence_piece("always")).space_prefix
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(ModelError) as caught:
+        read_vocabulary(tokenizer)
+    assert caught.value.code == "export.gguf_unsupported"

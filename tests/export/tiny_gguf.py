@@ -25,10 +25,14 @@ SIZES: dict[str, Any] = {
 }
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": False}),
     "mistral": ("mistral", {"sliding_window": None}),
-    "qwen2": ("qwen2", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}),
+    "qwen2": (
+        "qwen2",
+        {"head_dim": 16, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
+    ),
     "qwen3": ("qwen3", {"tie_word_embeddings": True}),
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {"sliding_window": 8, "query_pre_attn_scalar": 32, "num_hidden_layers": 3}),
@@ -74,8 +78,11 @@ def _bytes(steps: list[str]) -> list[Any]:
     return [] if "ByteLevel" in steps else [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
 
 
-def sentence_piece(*, prefix: bool) -> PreTrainedTokenizerFast:
-    """A small tokenizer like Gemma's, or Llama 2's if a space is put before a text: all pairs of a token are merges."""
+def sentence_piece(prefix: str) -> PreTrainedTokenizerFast:
+    """A small tokenizer whose merges have all pairs of a token, as those of SentencePiece.
+
+    It puts a space before no text (Gemma), before every text between special tokens (Llama 2), or before the first.
+    """
     learner = Tokenizer(models.BPE())
     learner.normalizer = normalizers.Replace(" ", SPACE)
     letters = [*string.printable, SPACE, "ü", "ß"]
@@ -92,9 +99,12 @@ def sentence_piece(*, prefix: bool) -> PreTrainedTokenizerFast:
         if text[:cut] in vocabulary and text[cut:] in vocabulary
     ]
     raw = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    before = [normalizers.Prepend(SPACE)] if prefix else []
     replace = normalizers.Replace(" ", SPACE)
-    raw.normalizer = normalizers.Sequence([*before, replace]) if prefix else replace
+    if prefix == "first":
+        raw.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False)
+    else:
+        always = normalizers.Sequence([normalizers.Prepend(SPACE), replace])
+        raw.normalizer = always if prefix == "always" else replace
     raw.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
     return _finished(raw)
 

@@ -25,6 +25,7 @@ class Family:
         permuted: whether rows of query and key have another order in GGUF.
         plus_one: whether norms are stored with 1 added.
         sliding: every n-th layer attends to all tokens, the others to a window; 0: all do.
+        whole_heads: the heads together are as wide as the hidden state.
     """
 
     architecture: str
@@ -32,6 +33,7 @@ class Family:
     permuted: bool = False
     plus_one: bool = False
     sliding: int = 0
+    whole_heads: bool = False
 
 
 def family_of(config: PretrainedConfig, where: str) -> Family:
@@ -54,6 +56,7 @@ def family_of(config: PretrainedConfig, where: str) -> Family:
         "rope_type llama3 of this model type": rope["rope_type"] != "llama3" or family.permuted,
         "this order of layers with sliding windows": _layers(config) == _expected(family, config),
         "query_pre_attn_scalar differs from head_dim": made.get("query_pre_attn_scalar", width) == width,
+        "this head_dim": not family.whole_heads or width * made["num_attention_heads"] == made["hidden_size"],
         "bidirectional attention": not made.get("use_bidirectional_attention"),
     }
     for what, holds in checks.items():

@@ -80,7 +80,7 @@ def read_vocabulary(
     tokens, types = _tokens(raw, rows)
     if model.get("byte_fallback"):
         kind: dict[str, Any] = {"model": "llama", "pre": "default", "scores": _scores(model, tokens, types, where)}
-        kind["space_prefix"] = _space_prefix(raw, where)
+        kind["space_prefix"] = _space_prefix(raw, tokenizer, where)
     else:
         kind = {"model": "gpt2", "pre": pre_tokenizer(raw, where), "merges": [" ".join(one) for one in _merges(model)]}
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
@@ -185,14 +185,17 @@ def _scores(model: dict[str, Any], tokens: Sequence[str], types: Sequence[int], 
     return [ranks.get(text, -float(len(made))) for text in tokens]
 
 
-def _space_prefix(raw: dict[str, Any], where: str) -> bool:
-    """Whether a space is put before every text between special tokens."""
+def _space_prefix(raw: dict[str, Any], tokenizer: PreTrainedTokenizerBase, where: str) -> bool:
+    """Whether a space is put before every text between special tokens.
+
+    A tokenizer that puts it before the first text only puts none into a conversation that begins with a special token.
+    """
     normalizer = raw.get("normalizer") or {}
     steps = normalizer.get("normalizers", [normalizer] if normalizer else [])
     kinds = [one["type"] for one in steps]
     before = raw.get("pre_tokenizer") or {}
     if before.get("type") == "Metaspace" and not kinds and not before.get("split", True):
-        if before["prepend_scheme"] == "first":
+        if before["prepend_scheme"] == "first" and not _begins_special(tokenizer):
             raise unsupported("the tokenizer puts a space before the first text only", where)
         return before["prepend_scheme"] == "always"
     splits_spaces = before.get("type") == "Split" and before["pattern"] == {"String": " "}  # of which none is left
@@ -201,6 +204,13 @@ def _space_prefix(raw: dict[str, Any], where: str) -> bool:
     if kinds in (["Replace"], ["Prepend", "Replace"]) and all(spaces) and (not before or splits_spaces):
         return kinds[0] == "Prepend"
     raise unsupported(f"the tokenizer's normalizer {json.dumps(raw.get('normalizer'))}", where)
+
+
+def _begins_special(tokenizer: PreTrainedTokenizerBase) -> bool:
+    if tokenizer.chat_template is None:
+        return False
+    rendered = str(tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False))
+    return rendered.startswith(tuple(tokenizer.all_special_tokens))
 
 
 def _special(tokenizer: PreTrainedTokenizerBase, stops: Collection[int], where: str) -> dict[str, int]:
