@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from halftune.core.atomic import whole_folder, write_error_remedy
 from halftune.core.choice import Format
 from halftune.core.errors import TrainingError
-from halftune.core.manifest import MANIFEST, seal
+from halftune.core.manifest import MANIFEST, manifest_facts, seal
 from halftune.core.optional import need
 from halftune.core.table import named
 from halftune.export.card import write_card
@@ -101,7 +101,7 @@ def export_target(
             with whole_folder(output) as partial:
                 lines += named(row.write)(run, source, partial, options)
                 write_card(run, partial, options)
-                seal(partial, MANIFEST)
+                seal(partial, MANIFEST, facts=manifest_facts(partial))
     except (OSError, SafetensorError) as error:
         remedy = f"{write_error_remedy(error)}, or choose another output folder"
         what = f"cannot write: {error}"

@@ -6,6 +6,7 @@
   halftune export runs/quickstart --output models/gguf --format gguf        for llama.cpp and Ollama
   halftune export runs/quickstart --output models/small --quantize nf4      4 bits, for transformers and vLLM
   halftune export runs/quickstart --output models/mine --format adapter     for vLLM, beside the base model
+  halftune export runs/quickstart --output models/mine --push me/mine       also to the Hugging Face Hub, private
 
 The merge is computed in fp32. Weights are saved in the base checkpoint's dtype or in --dtype, and config.json records
 it. Nothing is written if the merged model's logits differ by more than rounding explains.
@@ -44,6 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gguf-type", choices=get_args(GgufType), help="of the weights in a GGUF file; default bf16")
     parser.add_argument("--status", metavar="FILE", type=Path, help="write progress to this JSON file")
     parser.add_argument("--force", action="store_true", help="replace an earlier export in DIR")
+    parser.add_argument("--push", metavar="ORG/NAME", help="upload the export to the Hugging Face Hub, after asking")
+    parser.add_argument("--public", action="store_true", help="anybody may read the repository; default private")
+    parser.add_argument("--yes", action="store_true", help="upload without asking")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,6 +73,10 @@ def _export(args: argparse.Namespace, status: StatusFile | None) -> int:
             finished = open_checkpoint(target, args.overrides, Path(scratch) / "final")
         else:
             finished = open_run(args.run, args.overrides)
+        if args.push is not None:
+            from halftune.export.push import check_push
+
+            check_push(args.push, force=args.force, confirmed=args.yes)
         check_output(finished.folder, finished.final, output, inputs_of(finished.loaded.run), force=args.force)
 
         with quick_imports():
@@ -84,6 +92,10 @@ def _export(args: argparse.Namespace, status: StatusFile | None) -> int:
             write_result(target, finished)
         lines = export_target(finished, options, force=args.force, progress=progress)
     print("\n".join(lines))
+    if args.push is not None:
+        from halftune.export.push import push
+
+        print(push(output, args.push, public=args.public, confirmed=args.yes))
     return 0
 
 
@@ -96,6 +108,8 @@ def _options(args: argparse.Namespace, output: Path) -> Options:
     conflicts = {
         "--quantize": args.quantize is not None and args.format != "folder",
         "--dtype": args.dtype is not None and (args.format != "folder" or args.quantize is not None),
+        "--public": args.public and args.push is None,
+        "--yes": args.yes and args.push is None,
         "--gguf-type": args.gguf_type is not None and args.format != "gguf",
     }
     for option, conflict in conflicts.items():
