@@ -8,7 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants, get_token
-from huggingface_hub.errors import HFValidationError, HTTPError, OfflineModeIsEnabled
+from huggingface_hub.errors import (
+    HFValidationError,
+    HTTPError,  # pyright: ignore[reportPrivateImportUsage]  # of httpx or httpx2, by the hub's version
+    OfflineModeIsEnabled,
+)
 from huggingface_hub.utils import validate_repo_id
 
 from halftune.core.errors import ConfigError, ModelError

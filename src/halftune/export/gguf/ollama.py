@@ -30,7 +30,7 @@ def modelfile(file: str, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str
         file: name of the GGUF file beside it.
         tokenizer: has the chat template.
         stops: the texts of the tokens that end an answer.
-        context: tokens of the run's longest sample.
+        context: tokens.
     """
     turns = _turns(tokenizer) if tokenizer.chat_template is not None else None
     lines = [f"FROM ./{file}"]

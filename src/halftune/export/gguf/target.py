@@ -12,6 +12,8 @@ from halftune.model.files.locate import locate
 from halftune.model.result.completed_run import CompletedRun
 from halftune.model.tokenizer.tokenizer import load_tokenizer
 
+CONTEXT = 4096  # tokens: users ask more than a run with short samples was trained on
+
 
 def check(run: CompletedRun, _options: Options) -> None:
     """Check that the model and its tokenizer can be written, before anything is merged.
@@ -43,7 +45,7 @@ def write(run: CompletedRun, merged: Path, output: Path, options: Options) -> li
     write_gguf(source, file, options.gguf_type, options.name)
     count, error = compare(source, file, options.gguf_type)
     stops = [source.vocabulary.tokens[index] for index in sorted(source.vocabulary.stops)]
-    context = min(run.loaded.run.data.max_length, source.config.max_position_embeddings)
+    context = min(max(run.loaded.run.data.max_length, CONTEXT), source.config.max_position_embeddings)
     (output / "Modelfile").write_text(modelfile(file.name, tokenizer, stops, context), encoding="utf-8")
     return [
         f"{options.output / file.name}: {options.gguf_type}, {count} tensors",
