@@ -39,6 +39,7 @@ ELSEWHERE = re.compile(
     r"|^verify .*(models|http)"
     r"|runs/a|Qwen/|--tasks|--fail-"
     r"|^serve (?!.*--print-command)"
+    r"|--push"
 )
 
 

@@ -25,7 +25,7 @@ from halftune.model.adapters import attach_adapter
 from halftune.model.files.architectures import no_progress_bars
 from halftune.model.load.lazy_weights import CPU, LazyWeights, why_not
 from halftune.model.load.load import load_model
-from halftune.train.parallel.reading import insert_zero_weights, remove_zero_weights
+from halftune.model.load.zero_weights import insert_zero_weights, remove_zero_weights
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,

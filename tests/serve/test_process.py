@@ -21,7 +21,7 @@ from patience import LIMIT, until
 from tiny_model import checkpoint, finished_run
 
 from halftune.serve import server as server_module
-from halftune.serve.middleware import AccessMiddleware
+from halftune.serve.middleware import Access
 from halftune.serve.server import listen, serve
 
 PROMPT = [9, 300, 41, 7]
@@ -136,10 +136,10 @@ def test_a_second_signal_or_the_end_of_grace_cuts_requests_off(again: bool, proc
 
 def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "_HEADER_SECONDS", 0.2)
-    door = AccessMiddleware(app=no_routes, key="", most=1)
+    access = Access(app=no_routes, key="", most=1)
     listening = listen("127.0.0.1", 0)
     address = listening.getsockname()
-    thread = threading.Thread(target=serve, args=(door, listening, 1, lambda _: None))
+    thread = threading.Thread(target=serve, args=(access, listening, 1, lambda _: None))
     thread.start()
     try:
         with socket.create_connection(address, timeout=LIMIT) as slow:
@@ -151,7 +151,7 @@ def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatc
             twice.sendall(b"GET /health HTTP/1.1\r\nHost: lo")
             assert twice.recv(1) == b""
     finally:
-        door.draining = True
+        access.draining = True
         thread.join(LIMIT)
     assert not thread.is_alive()
 

@@ -29,7 +29,7 @@ from halftune.serve import engine as engine_module
 from halftune.serve.app import build_app
 from halftune.serve.batching import PAGE
 from halftune.serve.engine import Engine
-from halftune.serve.middleware import AccessMiddleware
+from halftune.serve.middleware import Access
 from halftune.serve.runs import open_runs
 from halftune.serve.sampling import Token
 from halftune.serve.text import TextStream
@@ -58,17 +58,15 @@ def engine(folders: dict[str, Path]) -> Iterator[Engine]:
 
 
 @pytest.fixture
-def door(engine: Engine) -> AccessMiddleware:
+def access(engine: Engine) -> Access:
     return build_app(engine, key="", body=1 << 20, queue=64)
 
 
-def with_client(
-    door: AccessMiddleware, work: Callable[[openai.AsyncOpenAI], Coroutine[Any, Any, T]], key: str = "none"
-) -> T:
+def with_client(access: Access, work: Callable[[openai.AsyncOpenAI], Coroutine[Any, Any, T]], key: str = "none") -> T:
     """What ``work`` returns, given the real client of a server in this process."""
 
     async def run() -> T:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=door)) as http:  # pyright: ignore
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=access)) as http:  # pyright: ignore
             made = openai.AsyncOpenAI(
                 base_url="http://localhost/v1", api_key=key, http_client=http, max_retries=0, timeout=LIMIT
             )
@@ -77,7 +75,7 @@ def with_client(
     return asyncio.run(run())
 
 
-def post(door: AccessMiddleware, path: str, body: Any, **headers: str) -> httpx.Response:
+def post(access: Access, path: str, body: Any, **headers: str) -> httpx.Response:
     async def send(client: openai.AsyncOpenAI) -> httpx.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         made = {
@@ -86,18 +84,18 @@ def post(door: AccessMiddleware, path: str, body: Any, **headers: str) -> httpx.
         }
         return await client._client.post(f"http://localhost/v1/{path}", content=content, headers=made)
 
-    return with_client(door, send)
+    return with_client(access, send)
 
 
-def complete(door: AccessMiddleware, **body: Any) -> dict[str, Any]:
+def complete(access: Access, **body: Any) -> dict[str, Any]:
     """The answer of ``/v1/completions``, greedy unless the body says otherwise."""
-    found = post(door, "completions", {"model": "one", "prompt": PROMPT, "max_tokens": 8, "ignore_eos": True, **body})
+    found = post(access, "completions", {"model": "one", "prompt": PROMPT, "max_tokens": 8, "ignore_eos": True, **body})
     assert found.status_code == 200, found.text
     return found.json()
 
 
 def test_every_model_answers_as_chat_does_also_at_once(
-    folders: dict[str, Path], engine: Engine, door: AccessMiddleware
+    folders: dict[str, Path], engine: Engine, access: Access
 ) -> None:
     sessions = {name: open_session(run) for name, run in open_runs([str(one) for one in folders.values()])[0].items()}
     wanted = {name: session.reply(ASKED, tuned=True) for name, session in sessions.items()}
@@ -114,7 +112,7 @@ def test_every_model_answers_as_chat_does_also_at_once(
             assert answer.choices[0].message.content == wanted[name]
             assert answer.model == name
 
-    with_client(door, ask)
+    with_client(access, ask)
 
 
 @pytest.mark.parametrize("batched", [True, False])
@@ -149,10 +147,10 @@ def test_a_stream_is_the_whole_answer_in_parts(
             made.close()
 
 
-def test_log_probabilities_are_those_of_one_forward_pass(engine: Engine, door: AccessMiddleware) -> None:
+def test_log_probabilities_are_those_of_one_forward_pass(engine: Engine, access: Access) -> None:
     """Of prompt and answer, for each model, against fp64."""
     for name, served in engine.models.items():
-        told = complete(door, model=name, echo=True, logprobs=2, return_token_ids=True)["choices"][0]
+        told = complete(access, model=name, echo=True, logprobs=2, return_token_ids=True)["choices"][0]
         ids = told["prompt_token_ids"] + told["token_ids"]
         assert told["prompt_token_ids"] == PROMPT
         with engine.shared.answering(served.adapter) as causal, torch.no_grad():
@@ -167,15 +165,15 @@ def test_log_probabilities_are_those_of_one_forward_pass(engine: Engine, door: A
 
 
 def test_a_prompt_longer_than_a_part_is_read_whole(
-    engine: Engine, door: AccessMiddleware, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, access: Access, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = complete(door, echo=True, logprobs=0, max_tokens=0)["choices"][0]["logprobs"]["token_logprobs"]
+    whole = complete(access, echo=True, logprobs=0, max_tokens=0)["choices"][0]["logprobs"]["token_logprobs"]
     monkeypatch.setattr("halftune.serve.shared_model._PART", 3)
-    parts = complete(door, echo=True, logprobs=0, max_tokens=0)["choices"][0]["logprobs"]["token_logprobs"]
+    parts = complete(access, echo=True, logprobs=0, max_tokens=0)["choices"][0]["logprobs"]["token_logprobs"]
     assert parts[1:] == pytest.approx(whole[1:], abs=1e-5)
 
 
-def test_random_numbers_belong_to_the_request(door: AccessMiddleware) -> None:
+def test_random_numbers_belong_to_the_request(access: Access) -> None:
     hot: dict[str, Any] = {"temperature": 3.0, "return_token_ids": True}
 
     async def ask(client: openai.AsyncOpenAI) -> list[list[int]]:
@@ -185,31 +183,31 @@ def test_random_numbers_belong_to_the_request(door: AccessMiddleware) -> None:
         calls = [client.completions.create(**more, seed=seed, extra_body=extra) for seed in seeds]
         return [one.choices[0].token_ids for one in await asyncio.gather(*calls)]  # pyright: ignore
 
-    first, second, third, free, _, last = with_client(door, ask)
-    alone = complete(door, **hot, seed=1)["choices"][0]["token_ids"]
+    first, second, third, free, _, last = with_client(access, ask)
+    alone = complete(access, **hot, seed=1)["choices"][0]["token_ids"]
     assert first == third == last == alone
     assert first != second != free
-    greedy = complete(door, return_token_ids=True)["choices"][0]["token_ids"]
-    assert complete(door, **hot, top_k=1)["choices"][0]["token_ids"] == greedy
-    assert complete(door, **hot, top_p=1e-9)["choices"][0]["token_ids"] == greedy
-    assert complete(door, return_token_ids=True, repetition_penalty=1e9)["choices"][0]["token_ids"] != greedy
+    greedy = complete(access, return_token_ids=True)["choices"][0]["token_ids"]
+    assert complete(access, **hot, top_k=1)["choices"][0]["token_ids"] == greedy
+    assert complete(access, **hot, top_p=1e-9)["choices"][0]["token_ids"] == greedy
+    assert complete(access, return_token_ids=True, repetition_penalty=1e9)["choices"][0]["token_ids"] != greedy
 
 
-def test_what_ends_an_answer(engine: Engine, door: AccessMiddleware) -> None:
-    plain = complete(door, return_token_ids=True)
+def test_what_ends_an_answer(engine: Engine, access: Access) -> None:
+    plain = complete(access, return_token_ids=True)
     text, ids = plain["choices"][0]["text"], plain["choices"][0]["token_ids"]
     assert (plain["choices"][0]["finish_reason"], plain["usage"]["completion_tokens"]) == ("length", 8)
     fourth = str(engine.models["one"].tokenizer.decode(ids[3:4]))
     stop = text.index(fourth) if fourth in text else None
     assert stop is not None
-    told = complete(door, stop=[fourth, "never there"], return_token_ids=True)["choices"][0]
+    told = complete(access, stop=[fourth, "never there"], return_token_ids=True)["choices"][0]
     assert (told["text"], told["finish_reason"]) == (text[:stop], "stop")
     assert told["token_ids"] == ids[: len(told["token_ids"])]
-    told = complete(door, stop_token_ids=[ids[2]], return_token_ids=True)["choices"][0]
+    told = complete(access, stop_token_ids=[ids[2]], return_token_ids=True)["choices"][0]
     assert (told["token_ids"], told["finish_reason"]) == (ids[: ids.index(ids[2]) + 1], "stop")
 
 
-def test_requests_that_are_refused(engine: Engine, door: AccessMiddleware) -> None:
+def test_requests_that_are_refused(engine: Engine, access: Access) -> None:
     chat: dict[str, Any] = {"model": "one", "messages": ASKED}
     cases: list[tuple[Any, int, str, str | None]] = [
         (b"", 400, "invalid_request", None),
@@ -234,60 +232,60 @@ def test_requests_that_are_refused(engine: Engine, door: AccessMiddleware) -> No
         (b"x" * 10_000_000, 413, "body_too_large", None),
     ]
     for body, status, code, param in cases:
-        found = post(door, "chat/completions", body)
+        found = post(access, "chat/completions", body)
         assert (found.status_code, found.json()["error"]["code"], found.json()["error"]["param"]) == (
             status,
             code,
             param,
         )
     for prompt in ([], [4096], [-1], "", None, [1.5]):
-        assert post(door, "completions", {"model": "one", "prompt": prompt}).status_code == 400
-    assert post(door, "completions", {"model": "one", "prompt": [1] * 600}).json()["error"]["code"] == (
+        assert post(access, "completions", {"model": "one", "prompt": prompt}).status_code == 400
+    assert post(access, "completions", {"model": "one", "prompt": [1] * 600}).json()["error"]["code"] == (
         "context_length_exceeded"
     )
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    found = post(door, "chat/completions", {**chat, "messages": [{"role": "user", "content": [image]}]})
+    found = post(access, "chat/completions", {**chat, "messages": [{"role": "user", "content": [image]}]})
     assert (found.status_code, found.json()["error"]["code"]) == (400, "infer.bad_image")
-    assert post(door, "chat/completions", chat, Content_Type="text/plain").status_code == 415
-    assert post(door, "chat/completions", chat, Host="evil.example").status_code == 403
-    assert post(door, "embeddings", {}).status_code == 404
+    assert post(access, "chat/completions", chat, Content_Type="text/plain").status_code == 415
+    assert post(access, "chat/completions", chat, Host="evil.example").status_code == 403
+    assert post(access, "embeddings", {}).status_code == 404
     assert engine.alive
-    assert door.inside == 0
+    assert access.inside == 0
 
 
 def test_keys_and_limits(engine: Engine) -> None:
-    door = build_app(engine, key="a-key-of-sufficient-length", body=1 << 20, queue=1)
+    access = build_app(engine, key="a-key-of-sufficient-length", body=1 << 20, queue=1)
 
     async def models(client: openai.AsyncOpenAI) -> int:
         return len([one async for one in client.models.list()])
 
     for wrong in ("another-key-of-that-length", "a-key-of-sufficient-length2", "é"):
         with pytest.raises((openai.AuthenticationError, UnicodeEncodeError)):
-            with_client(door, models, key=wrong)
-    assert with_client(door, models, key=door.key) == 3
+            with_client(access, models, key=wrong)
+    assert with_client(access, models, key=access.key) == 3
 
     async def health(client: openai.AsyncOpenAI) -> int:
         return (await client._client.get("http://elsewhere/health")).status_code
 
-    assert with_client(door, health) == 200  # needs no key
+    assert with_client(access, health) == 200  # needs no key
 
     async def two(client: openai.AsyncOpenAI) -> list[Any]:
         more: Any = {"model": "one", "prompt": PROMPT}
         calls = [client.completions.create(**more) for _ in range(2)]
         return await asyncio.gather(*calls, return_exceptions=True)
 
-    answers = with_client(door, two, key=door.key)
+    answers = with_client(access, two, key=access.key)
     (refused,) = [one for one in answers if isinstance(one, openai.RateLimitError)]
     assert int(refused.response.headers["retry-after"]) > 0
-    door.draining = True
+    access.draining = True
     with pytest.raises(openai.InternalServerError) as caught:
-        with_client(door, models, key=door.key)
+        with_client(access, models, key=access.key)
     assert caught.value.status_code == 503
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_stops_its_generation(
-    stream: bool, engine: Engine, door: AccessMiddleware, monkeypatch: pytest.MonkeyPatch
+    stream: bool, engine: Engine, access: Access, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = {"model": "one", "prompt": PROMPT, "max_tokens": 500, "ignore_eos": True, "stream": stream}
     jobs: list[Any] = []
@@ -312,7 +310,7 @@ def test_a_client_that_goes_away_stops_its_generation(
 
         async def send(_: Any) -> None: ...
 
-        await asyncio.wait_for(door(scope, receive, send), LIMIT)
+        await asyncio.wait_for(access(scope, receive, send), LIMIT)
 
     asyncio.run(run())
     (job,) = jobs
@@ -320,41 +318,41 @@ def test_a_client_that_goes_away_stops_its_generation(
     assert len(job.made) < 500
     until(lambda: not lane._manager.batch_processor.scheduler.active_requests, "the end of the generation")
     assert not lane._router.jobs
-    assert door.inside == 0
+    assert access.inside == 0
 
 
-def test_logits_that_are_not_finite_end_one_request(engine: Engine, door: AccessMiddleware) -> None:
+def test_logits_that_are_not_finite_end_one_request(engine: Engine, access: Access) -> None:
     weight: Any = engine.shared.causal.get_input_embeddings().weight
     before = weight.data[77].clone()
     weight.data[77] = float("nan")
     try:
-        found = post(door, "completions", {"model": "one", "prompt": [5, 77], "max_tokens": 4})
+        found = post(access, "completions", {"model": "one", "prompt": [5, 77], "max_tokens": 4})
     finally:
         weight.data[77] = before
     assert (found.status_code, found.json()["error"]["code"]) == (500, "generation_failed")
-    assert complete(door)["choices"][0]["finish_reason"] == "length"
+    assert complete(access)["choices"][0]["finish_reason"] == "length"
 
 
 def test_a_failed_forward_pass_ends_its_requests_only(
-    engine: Engine, door: AccessMiddleware, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, access: Access, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = complete(door)["choices"]
+    before = complete(access)["choices"]
     forward = engine.shared.causal.forward
 
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(engine.shared.causal, "forward", fails)
-    found = post(door, "completions", {"model": "one", "prompt": PROMPT})
+    found = post(access, "completions", {"model": "one", "prompt": PROMPT})
     assert (found.status_code, found.json()["error"]["code"]) == (500, "generation_failed")
     until(lambda: not engine.alive, "the end of the engine's thread")
     monkeypatch.setattr(engine.shared.causal, "forward", forward)
-    assert complete(door)["choices"] == before
+    assert complete(access)["choices"] == before
     assert engine.alive
 
 
 def test_tools_are_rendered_and_their_calls_read(
-    engine: Engine, door: AccessMiddleware, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, access: Access, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = engine.models["one"]
     said = '<tool_call>\n{"name": "width", "arguments": {"of": "bf16"}}\n</tool_call>'
@@ -392,7 +390,7 @@ def test_tools_are_rendered_and_their_calls_read(
         without = (await client.chat.completions.create(**more, tool_choice="none")).choices[0]
         assert (without.message.tool_calls, without.message.content) == (None, said)
 
-    with_client(door, ask)
+    with_client(access, ask)
     assert str(served.tokenizer.decode(prompts[0])).startswith("widthHow")
     assert str(served.tokenizer.decode(prompts[-1])).startswith("How")
 
@@ -467,24 +465,24 @@ def test_images_are_seen(tmp_path: Path) -> None:
     engine = Engine(runs, name, None)
     try:
         assert not engine.batched
-        door = build_app(engine, key="", body=1 << 20, queue=8)
+        access = build_app(engine, key="", body=1 << 20, queue=8)
         messages = [{"role": "user", "content": asked}]
-        found = post(door, "chat/completions", {"model": "run", "messages": messages}).json()
+        found = post(access, "chat/completions", {"model": "run", "messages": messages}).json()
         assert found["choices"][0]["message"]["content"] == wanted
         assert found["usage"]["prompt_tokens"] > 20
         url = "http://localhost/cat.png"
         refused = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
-        assert post(door, "chat/completions", {"model": "run", "messages": refused}).status_code == 400
+        assert post(access, "chat/completions", {"model": "run", "messages": refused}).status_code == 400
     finally:
         engine.close()
 
 
 def test_a_cache_that_is_too_small_for_all_changes_no_answer(
-    folders: dict[str, Path], door: AccessMiddleware, monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path], access: Access, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests lose their place in the cache and begin again; prompts are read in parts."""
     asked = [{"prompt": [number] * 30 + PROMPT, "max_tokens": 60, "return_token_ids": True} for number in range(9, 13)]
-    wanted = [complete(door, **one)["choices"][0] for one in asked]
+    wanted = [complete(access, **one)["choices"][0] for one in asked]
     monkeypatch.setattr(engine_module, "cache_tokens", lambda *_: 4 * PAGE)
     monkeypatch.setattr("halftune.serve.batching._QUERY_TOKENS", 16)
     small = Engine(*open_runs([str(folders["one"])]), None)

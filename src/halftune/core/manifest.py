@@ -45,6 +45,15 @@ def seal(
     (folder / marker).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
 
+def manifest_facts(folder: Path) -> dict[str, Any]:
+    """Return the further data in the manifest of a folder; empty without a manifest."""
+    try:
+        found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    return {key: value for key, value in found.items() if key not in ("format", "files")}
+
+
 def damage(
     folder: Path,
     *,

@@ -80,6 +80,7 @@ _EXTRAS = {
     "tensorboard": "tensorboard",
     **{name: name for name in ("wandb", "mlflow", "swanlab", "trackio")},
     "gradio": "webui",
+    "gguf": "gguf",
     "soundfile": "audio",
     "soxr": "audio",
     "bitsandbytes": "bitsandbytes",

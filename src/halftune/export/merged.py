@@ -13,13 +13,16 @@ from halftune.config.facts.safetensors_headers import main_format, read_headers,
 from halftune.core.atomic import whole_folder, write_error_remedy
 from halftune.core.choice import Format
 from halftune.core.errors import TrainingError
-from halftune.core.manifest import MANIFEST, seal
+from halftune.core.manifest import MANIFEST, manifest_facts, seal
+from halftune.export.card import write_card
+from halftune.export.options import Options
 from halftune.export.output import check_output, inputs_of
 from halftune.model.files.identity import check_base
 from halftune.model.files.locate import locate
 from halftune.model.files.result import base_of_result
 from halftune.model.result.completed_run import CompletedRun
-from halftune.model.result.merge import Merge, Progress, merge_adapter, no_progress, round_model
+from halftune.model.result.merge import Merge, Progress, lacks_memory, merge_adapter, no_progress, round_model
+from halftune.model.result.merge_by_layer import merge_by_layer
 from halftune.model.result.save import README, save_tokenizer, write_model
 from halftune.model.tokenizer.tokenizer import load_tokenizer
 from halftune.precision.truth_table import Rounding, roundings
@@ -37,25 +40,27 @@ class Export:
         stored: its number format.
         source: the reason for this format.
         merge: result of the merge; None if a full model was copied.
+        needs_care: plain transformers loads it incorrectly; its README says how to load it.
     """
 
     folder: Path
     stored: Format
     source: str
     merge: Merge | None
+    needs_care: bool = False
 
     def describe(self) -> str:
         """Return the result in a few lines for a terminal."""
         lines = [f"{self.folder}: weights and config.json in {self.stored} ({self.source})"]
-        if (self.folder / README).is_file():
+        if self.needs_care:
             lines.append(f"plain transformers loads this model incorrectly: see {self.folder / README}")
         if self.merge is None:
             lines.append("copied unchanged (full model, no adapter to merge)")
             return "\n".join(lines)
-        error, bound = self.merge.forward_error, self.merge.bound
-        lines.append(
-            f"verified against the result in fp32: relative logit error {error:.1e} (rounding bound {bound:.1e})"
-        )
+        error, bound = f"{self.merge.compared} {self.merge.forward_error:.1e}", f"{self.merge.bound:.1e}"
+        lines.append(f"verified against the result in fp32: relative {error} (rounding bound {bound})")
+        if self.merge.by_layer:
+            lines.append("merged layer by layer, because the whole model in fp32 does not fit into the main memory")
         if 0 < self.merge.update_size < NEGLIGIBLE:
             lines.append("warning: the adapter hardly changes the weights; was it trained?")
         elif self.merge.update_size:
@@ -72,6 +77,7 @@ def export_run(
     *,
     force: bool = False,
     progress: Progress = no_progress,
+    card: bool = True,
 ) -> Export:
     """Export a run's result as a plain model with its tokenizer.
 
@@ -81,6 +87,7 @@ def export_run(
         dtype: format of the weights; default the base checkpoint's (for a full model: the saved one).
         force: replace an earlier export in ``output``.
         progress: called with the progress.
+        card: write a model card.
 
     Raises:
         ModelError: ``output`` is in use, not enough memory, or the exported model's logits differ.
@@ -94,26 +101,38 @@ def export_run(
     stored: Format = dtype or FORMATS.get(own or "", run.plan.precision.saved.value)
     lost = roundings(stored_formats(headers), stored, run.plan.precision.keep_fp32.value)
     source = "set by --dtype" if dtype else _source(run, own, lost)
-    merge = None
     progress("loading", 0, 0)
     try:
-        if run.is_adapter:
-            merge = merge_adapter(run.result, run.final, run.plan, stored, progress)
-        elif stored != own:
-            merge = round_model(run.result, run.plan, stored)
-        progress("writing", 0, 0)
         with whole_folder(output) as partial:
-            if merge is None:
+            if not run.is_adapter and stored == own:
+                merge = None
                 shutil.copytree(run.final, partial, dirs_exist_ok=True)
             else:
-                write_model(merge.model, stored, run.plan.precision.keep_fp32.value, partial)
+                merge = _write_merged(run, stored, partial, progress)
                 save_tokenizer(load_tokenizer(run.result), partial)
-                seal(partial, MANIFEST)
+            needs_care = (partial / README).is_file()
+            if card:
+                write_card(run, partial, Options(output))
+            seal(partial, MANIFEST, facts=manifest_facts(partial))
     except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
         remedy = f"{write_error_remedy(error)}, or choose another output folder"
         what = f"cannot write: {error}"
         raise TrainingError(what, where=str(output), remedy=remedy, code="core.cannot_write") from error
-    return Export(output, stored, source, merge)
+    return Export(output, stored, source, merge, needs_care)
+
+
+def _write_merged(run: CompletedRun, stored: Format, folder: Path, progress: Progress) -> Merge:
+    """Merge, or round a full model, and write it: as a whole if it fits into memory, else layer by layer."""
+    if lacks_memory(run.plan):
+        adapter = run.final if run.is_adapter else None
+        return merge_by_layer(run.result, adapter, run.plan, stored, folder, progress)
+    if run.is_adapter:
+        merge = merge_adapter(run.result, run.final, run.plan, stored, progress)
+    else:
+        merge = round_model(run.result, run.plan, stored)
+    progress("writing", 0, 0)
+    write_model(merge.model, stored, run.plan.precision.keep_fp32.value, folder)
+    return merge
 
 
 def _source(run: CompletedRun, own: str | None, lost: Sequence[Rounding]) -> str:

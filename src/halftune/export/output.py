@@ -60,7 +60,7 @@ def check_output(
 
 
 def _check_content(output: Path, *, force: bool, how: str) -> None:
-    if not (output / "config.json").is_file():
+    if not (output / "config.json").is_file() and not has_manifest(output):
         raise _unusable("the folder contains unrelated files", output, "choose an empty or new folder")
     if not has_manifest(output):
         what = "the folder contains a model that halftune did not write"

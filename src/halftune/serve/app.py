@@ -16,7 +16,7 @@ from starlette.routing import Route
 from halftune.core.log import get_logger
 from halftune.serve.answers import Piece, answer, find_model, prompt_of, room_for
 from halftune.serve.engine import Engine
-from halftune.serve.middleware import FACTS, AccessMiddleware, error_response
+from halftune.serve.middleware import FACTS, Access, error_response
 from halftune.serve.requests import ApiError, ChatRequest, CompletionRequest, read_request
 from halftune.serve.responses import ChatReply, CompletionReply, Reply, event
 
@@ -26,7 +26,7 @@ _DISCARDED = 64  # times the limit of a body that are read, so that the client g
 T = TypeVar("T")
 
 
-def build_app(engine: Engine, *, key: str, body: int, queue: int) -> AccessMiddleware:
+def build_app(engine: Engine, *, key: str, body: int, queue: int) -> Access:
     """The application.
 
     Args:
@@ -46,7 +46,7 @@ def build_app(engine: Engine, *, key: str, body: int, queue: int) -> AccessMiddl
         ],
         exception_handlers={ApiError: _refused, HTTPException: _no_route, Exception: _failed},  # pyright: ignore
     )
-    return AccessMiddleware(app, key, queue)
+    return Access(app, key, queue)
 
 
 async def _refused(_: Request, error: ApiError) -> Response:

@@ -23,8 +23,8 @@ FACTS = "halftune"  # in a request's scope: what is logged about it
 
 
 @dataclass
-class AccessMiddleware:
-    """The application behind a door.
+class Access:
+    """The application behind limits of access.
 
     Attributes:
         app: the routes.

@@ -13,7 +13,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from halftune.core.errors import ConfigError
 from halftune.core.log import get_logger
-from halftune.serve.middleware import AccessMiddleware
+from halftune.serve.middleware import Access
 
 log = get_logger(__name__)
 _HEADER_SECONDS = 15
@@ -53,34 +53,34 @@ class Server(uvicorn.Server):
 
     Args:
         config: uvicorn's.
-        door: refuses new requests while running ones end.
+        access: refuses new requests while running ones end.
         grace: seconds that running requests may take.
 
     Attributes:
         cut_off: running requests that were not waited for.
     """
 
-    def __init__(self, config: uvicorn.Config, door: AccessMiddleware, grace: float) -> None:
+    def __init__(self, config: uvicorn.Config, access: Access, grace: float) -> None:
         super().__init__(config)
-        self.door, self.grace, self.cut_off = door, grace, 0
+        self.access, self.grace, self.cut_off = access, grace, 0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called for SIGTERM and SIGINT."""
-        if self.door.draining:
-            self.cut_off, self.force_exit, self.should_exit = self.door.inside, True, True
+        if self.access.draining:
+            self.cut_off, self.force_exit, self.should_exit = self.access.inside, True, True
             return
-        self.door.draining = True
-        log.info("shutting down: %d requests may take %g s", self.door.inside, self.grace)
+        self.access.draining = True
+        log.info("shutting down: %d requests may take %g s", self.access.inside, self.grace)
 
     async def main_loop(self) -> None:
         """Serve, then wait for running requests."""
         serving = asyncio.ensure_future(super().main_loop())
-        while not self.door.draining and not serving.done():
+        while not self.access.draining and not serving.done():
             await asyncio.sleep(_POLL)
         end = asyncio.get_running_loop().time() + self.grace
-        while self.door.inside and not self.should_exit and asyncio.get_running_loop().time() < end:
+        while self.access.inside and not self.should_exit and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(_POLL)
-        self.cut_off = self.door.inside
+        self.cut_off = self.access.inside
         self.should_exit = True
         self.force_exit = self.force_exit or bool(self.cut_off)
         await serving
@@ -100,11 +100,11 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(what, where="--port", remedy="choose another --port", code="serve.cannot_listen") from error
 
 
-def serve(door: AccessMiddleware, listening: socket.socket, grace: float, ready: Callable[[str], None]) -> int:
+def serve(access: Access, listening: socket.socket, grace: float, ready: Callable[[str], None]) -> int:
     """Serve until a signal.
 
     Args:
-        door: the application.
+        access: the application.
         listening: the socket.
         grace: seconds that running requests may take after the first signal.
         ready: called with the address once requests are answered.
@@ -113,7 +113,7 @@ def serve(door: AccessMiddleware, listening: socket.socket, grace: float, ready:
         The number of requests that were cut off.
     """
     config = uvicorn.Config(
-        door,
+        access,
         http=_Protocol,
         ws="none",
         lifespan="off",
@@ -123,7 +123,7 @@ def serve(door: AccessMiddleware, listening: socket.socket, grace: float, ready:
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=1,
     )
-    server = Server(config, door, grace)
+    server = Server(config, access, grace)
     host, port = listening.getsockname()[:2]
     ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
     server.run(sockets=[listening])

@@ -269,7 +269,7 @@ def _attached(
         check_router_loss(loaded)
     if lazy is None or config.adapter.type == "none":
         return attach_adapter(loaded, config.adapter, plan, seed, revision=revision, initial=initial)
-    from halftune.train.parallel.reading import insert_zero_weights, remove_zero_weights
+    from halftune.model.load.zero_weights import insert_zero_weights, remove_zero_weights
 
     there = insert_zero_weights(loaded)
     model = attach_adapter(loaded, config.adapter, plan, seed, revision=revision, initial=initial)

@@ -2,6 +2,6 @@
 
 In: the environment, process IDs, untrusted calls.
 Out: identities, heartbeats, limits, failure files.
-Imported by: `bench`, `cli`, `config`, `core.atomic`, `core.log`, `core.manifest`, `core.status`, `data`,
+Imported by: `bench`, `cli`, `config`, `core.atomic`, `core.log`, `core.manifest`, `core.status`, `data`, `export`,
     `halftune_webui`, `launch`, `model`, `plan`, `train`, `verify`.
 """

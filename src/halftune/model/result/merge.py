@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from halftune.config.sections.model import ModelSection
 from halftune.core.choice import Choice, Format
 from halftune.core.errors import ModelError
+from halftune.hardware.probe import host_memory_bytes
 from halftune.model.adapters import load_adapter
 from halftune.model.load.load import load_model
 from halftune.model.load.parts import adapted_towers, release
@@ -47,6 +48,7 @@ class Merge:
         bound: largest accepted ``forward_error`` for this format and depth.
         update_size: ‖update‖ / ‖weights‖ over all adapted weights; 0 for a full model.
         update_error: ‖rounded update − update‖ / ‖update‖: the share of the update lost to rounding.
+        by_layer: whether it was merged layer by layer; the errors are then those of each layer's output.
     """
 
     model: PreTrainedModel
@@ -55,6 +57,12 @@ class Merge:
     bound: float
     update_size: float = 0.0
     update_error: float = 0.0
+    by_layer: bool = False
+
+    @property
+    def compared(self) -> str:
+        """What ``forward_error`` is."""
+        return "error of a layer's output" if self.by_layer else "logit error"
 
 
 def fp32_plan(plan: Plan, stored: Format) -> Plan:
@@ -103,8 +111,8 @@ def merge_adapter(
     prepare_merge(base, plan)
     adapted = load_adapter(base, adapter, exact)
     changed = adapted_towers(adapted)
-    ids_BT = _random_ids(adapted)
-    expected_BTV = _logits(adapted, ids_BT)
+    ids_BT = random_ids(adapted)
+    expected_BTV = logits_of(adapted, ids_BT)
     size, error = _merge_layers(adapted, stored, plan, progress)
     progress("checking", 0, 0)
     with warnings.catch_warnings():
@@ -112,8 +120,8 @@ def merge_adapter(
         merged: PreTrainedModel = adapted.merge_and_unload()  # pyright: ignore[reportCallIssue]
     release(merged, lambda name: name.startswith(changed))
     bound = _check_merged(merged, ids_BT, expected_BTV)
-    rounded = _round(merged, ids_BT, expected_BTV, stored, plan, bound)
-    return replace(rounded, update_size=size, update_error=error)
+    result = _round(merged, ids_BT, expected_BTV, stored, plan, bound)
+    return replace(result, update_size=size, update_error=error)
 
 
 def round_model(model: ModelSection, plan: Plan, stored: Format) -> Merge:
@@ -124,8 +132,8 @@ def round_model(model: ModelSection, plan: Plan, stored: Format) -> Merge:
     """
     _check_memory(plan)
     loaded = load_model(model, fp32_plan(plan, stored), for_training=False)
-    ids_BT = _random_ids(loaded)
-    return _round(loaded, ids_BT, _logits(loaded, ids_BT), stored, plan)
+    ids_BT = random_ids(loaded)
+    return _round(loaded, ids_BT, logits_of(loaded, ids_BT), stored, plan)
 
 
 def _round(
@@ -141,9 +149,9 @@ def _round(
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
     for name, tensor in (*model.named_parameters(), *buffers):
         if name not in kept and tensor.is_floating_point():
-            tensor.data = _rounded(tensor.detach(), stored)
+            tensor.data = rounded(tensor.detach(), stored)
     bound = max(bound, forward_bound(stored, _depth(model)))
-    return Merge(model, stored, _check_forward(_logits(model, ids_BT), expected_BTV, stored, bound), bound)
+    return Merge(model, stored, check_forward(logits_of(model, ids_BT), expected_BTV, stored, bound), bound)
 
 
 def _check_range(model: PreTrainedModel, stored: Format, plan: Plan) -> None:
@@ -158,11 +166,15 @@ def _check_range(model: PreTrainedModel, stored: Format, plan: Plan) -> None:
         for name, tensor in model.named_parameters()
         if tensor.numel() and name not in kept
     }
-    beyond = [name for name, size in sizes.items() if size > most]
-    if beyond:
-        first = f"first {beyond[0]} ({sizes[beyond[0]]:,.0f})"
-        what = f"{len(beyond)} weights exceed the {stored} range ({most:,.0f}), {first}"
-        raise ModelError(what, remedy="--dtype bf16 or --dtype fp32", code="export.beyond_range")
+    if beyond := {name: size for name, size in sizes.items() if size > most}:
+        raise beyond_range(stored, beyond)
+
+
+def beyond_range(stored: Format, sizes: dict[str, float]) -> ModelError:
+    """The error for weights beyond a format's range: their names with their largest values."""
+    most, (name, size) = torch.finfo(torch_dtype(stored)).max, next(iter(sizes.items()))
+    what = f"{len(sizes)} weights exceed the {stored} range ({most:,.0f}), first {name} ({size:,.0f})"
+    return ModelError(what, remedy="--dtype bf16 or --dtype fp32", code="export.beyond_range")
 
 
 def _depth(model: PreTrainedModel) -> int:
@@ -179,12 +191,12 @@ def _check_merged(merged: PreTrainedModel, ids_BT: torch.Tensor, expected_BTV: t
     Raises:
         ModelError: they differ by more than rounding explains.
     """
-    actual_BTV, usual = _logits(merged, ids_BT), forward_bound("fp32", _depth(merged))
+    actual_BTV, usual = logits_of(merged, ids_BT), forward_bound("fp32", _depth(merged))
     bound = usual
     if _apart(actual_BTV, expected_BTV) > usual:
         with _rounded_outputs(merged):
-            bound = min(16 * usual, max(usual, 8 * _apart(_logits(merged, ids_BT), actual_BTV)))
-    _check_forward(actual_BTV, expected_BTV, "fp32", bound)
+            bound = min(16 * usual, max(usual, 8 * _apart(logits_of(merged, ids_BT), actual_BTV)))
+    check_forward(actual_BTV, expected_BTV, "fp32", bound)
     return bound
 
 
@@ -216,15 +228,17 @@ def _apart(actual_BTV: torch.Tensor, expected_BTV: torch.Tensor) -> float:
     return float((actual_BTV - expected_BTV).norm() / expected_BTV.norm())
 
 
-def _check_forward(actual_BTV: torch.Tensor, expected_BTV: torch.Tensor, stored: Format, bound: float) -> float:
-    """Relative difference of two logits; it must be what rounding to ``stored`` explains.
+def check_forward(
+    actual_BTV: torch.Tensor, expected_BTV: torch.Tensor, stored: Format, bound: float, of: str = "logit"
+) -> float:
+    """Relative difference of two logits, or outputs ``of`` a layer; it must be what rounding to ``stored`` explains.
 
     Raises:
         ModelError: the difference is larger, or NaN.
     """
     error = _apart(actual_BTV, expected_BTV)
     if not error <= bound:
-        what = f"relative logit error {error:.2g} after merging in {stored} exceeds the rounding bound {bound:.2g}"
+        what = f"relative {of} error {error:.2g} after merging in {stored} exceeds the rounding bound {bound:.2g}"
         raise ModelError(
             what,
             remedy="check that the adapter was trained on this base model, or use a wider --dtype",
@@ -246,7 +260,7 @@ def forward_bound(stored: Format, layers: int) -> float:
 
 def _merge_layers(adapted: PeftModel, stored: Format, plan: Plan, progress: Progress) -> tuple[float, float]:
     """Merge every adapted layer in place (fp32); return the update's relative size and its rounding loss."""
-    whole = wanted = lost = 0.0
+    update = Update()
     layers: list[Any] = [(name, part) for name, part in adapted.named_modules() if isinstance(part, BaseTunerLayer)]
     for number, (name, layer) in enumerate(layers):
         progress("merging", number, len(layers))
@@ -255,29 +269,54 @@ def _merge_layers(adapted: PeftModel, stored: Format, plan: Plan, progress: Prog
         before = weight.detach().clone()
         layer.merge(safe_merge=True)  # peft raises for NaN in the result
         after = getattr(layer.get_base_layer(), leaf).detach()
-        if stays_fp32(f"{name}.{leaf}", weight, plan.precision.keep_fp32.value):
-            moved = after - before
-        else:
-            moved = _rounded(after, stored) - _rounded(before, stored)
-        whole += float(before.double().square().sum())
-        wanted += float((after - before).double().square().sum())
-        lost += float((moved - (after - before)).double().square().sum())
-    return math.sqrt(wanted / whole) if whole else 0.0, math.sqrt(lost / wanted) if wanted else 0.0
+        kept = stays_fp32(f"{name}.{leaf}", weight, plan.precision.keep_fp32.value)
+        update.add(before, after, "fp32" if kept else stored)
+    return update.size, update.error
 
 
-def _rounded(tensor: torch.Tensor, stored: Format) -> torch.Tensor:
+class Update:
+    """The size of an adapter's update of all weights, and of what rounding takes from it."""
+
+    def __init__(self) -> None:
+        self._whole = self._wanted = self._lost = 0.0
+
+    def add(self, before: torch.Tensor, after: torch.Tensor, stored: Format) -> None:
+        """Add a weight, in fp32 before and after the merge; ``stored`` is the format to which it will be rounded."""
+        for one, other in zip(before.flatten().split(_PART), after.flatten().split(_PART), strict=True):
+            update = (other - one).double()
+            moved = rounded(other, stored).double() - rounded(one, stored)
+            self._whole += float(one.double().square().sum())
+            self._wanted += float(update.square().sum())
+            self._lost += float((moved - update).square().sum())
+
+    @property
+    def size(self) -> float:
+        """‖update‖ / ‖weights‖."""
+        return math.sqrt(self._wanted / self._whole) if self._whole else 0.0
+
+    @property
+    def error(self) -> float:
+        """‖rounded update − update‖ / ‖update‖."""
+        return math.sqrt(self._lost / self._wanted) if self._wanted else 0.0
+
+
+_PART = 2**20  # weights at a time, so that no copy of a large one is made
+
+
+def rounded(tensor: torch.Tensor, stored: Format) -> torch.Tensor:
     """fp32 values that ``stored`` holds exactly."""
     return tensor.to(torch_dtype(stored)).to(torch.float32)
 
 
-def _random_ids(model: PeftModel | PreTrainedModel) -> torch.Tensor:
+def random_ids(model: PeftModel | PreTrainedModel) -> torch.Tensor:
+    """Random tokens ``[ROWS, TOKENS]``, the same in each call."""
     embedding: Any = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
     size = embedding.weight.shape[0]
     return torch.randint(size, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
 
 
-def _logits(model: Any, ids_BT: torch.Tensor) -> torch.Tensor:
-    """Logits in fp64; of a reward model the scores of all tokens ``[B, T, 1]``."""
+def logits_of(model: Any, ids_BT: torch.Tensor) -> torch.Tensor:
+    """Return logits in fp64; of a reward model the scores of all tokens ``[B, T, 1]``."""
     with torch.inference_mode():
         logits = model(input_ids=ids_BT, use_cache=False).logits
     if logits.shape[-1] == 1:
@@ -287,8 +326,14 @@ def _logits(model: Any, ids_BT: torch.Tensor) -> torch.Tensor:
     return logits.double()
 
 
+def lacks_memory(plan: Plan) -> str:
+    """Why the whole model in fp32 does not fit into the main memory; empty if it does."""
+    needed, free = 4 * plan.num_parameters.value, min(psutil.virtual_memory().available, host_memory_bytes())
+    if needed <= free:
+        return ""
+    return f"merging needs {needed / 2**30:.1f} GiB of main memory (fp32 weights); {free / 2**30:.1f} GiB are free"
+
+
 def _check_memory(plan: Plan) -> None:
-    needed, free = 4 * plan.num_parameters.value, psutil.virtual_memory().available
-    if needed > free:
-        what = f"merging needs {needed / 2**30:.1f} GiB of main memory (fp32 weights); {free / 2**30:.1f} GiB are free"
+    if what := lacks_memory(plan):
         raise ModelError(what, remedy="export on a machine with more memory", code="export.not_enough_memory")

@@ -328,6 +328,7 @@ def write_model(
     keep: Iterable[str],
     folder: Path,
     state: Named | None = None,
+    limit: int = FILE_BYTES,
 ) -> None:
     """Save a model's weights in one format, except names that match ``keep``, and its configs.
 
@@ -345,7 +346,7 @@ def write_model(
             model.save_pretrained(folder, state_dict={})  # configs and code
             cast = _cast_each(_once(model) if state is None else state, saved, kept, towers)
             stored = () if towers is None else towers.read()
-            write_shards(model, cast, folder, as_stored=chain(stored, heads or ()))
+            write_shards(model, cast, folder, limit, as_stored=chain(stored, heads or ()))
     write_loading_readme(model, folder)
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))

@@ -1,0 +1,137 @@
+"""Targets besides a plain folder: quantised folders, adapters for vLLM, and the model card of each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+import yaml
+from tiny_model import checkpoint, finished_run
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from halftune.cli import main
+from halftune.core.errors import ModelError
+from halftune.core.manifest import MANIFEST, damage
+from halftune.core.packaged import read_yaml
+from halftune.export import adapter, quantised
+from halftune.export.options import Options, Quantised
+from halftune.export.targets import TARGETS, export_target
+from halftune.model.result.completed_run import open_run
+
+IDS = torch.arange(40).reshape(2, 20)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 4096}
+    return checkpoint(tmp_path_factory.mktemp("base") / "model", torch.bfloat16, "llama-tiny", **sizes)
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Path:
+    folder = finished_run(tmp_path_factory.mktemp("runs") / "lora", base)
+    lines = [{"step": 1, "loss": 2.0, "tokens_trained": 1500}, {"step": 2, "loss": 1.25, "eval_loss": 1.5}]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 3, "lo')
+    return folder
+
+
+def test_each_name_of_a_format_has_a_target() -> None:
+    assert {*get_args(Quantised), "gguf", "adapter"} == TARGETS.keys()
+    assert {*get_args(Quantised)} == quantised.FORMATS.keys()
+
+
+@pytest.mark.parametrize("kind", get_args(Quantised))
+def test_a_quantised_folder_answers_in_plain_transformers(tmp_path: Path, run_folder: Path, kind: str) -> None:
+    pytest.importorskip("bitsandbytes" if kind in ("nf4", "int8") else "torchao")
+    run = open_run(str(run_folder))
+    export_target(run, Options(tmp_path / "plain"))
+    lines = export_target(run, Options(tmp_path / "out", kind))
+    assert damage(tmp_path / "out", thorough=True, marker=MANIFEST, closed=True) == ""
+    plain, small = (AutoModelForCausalLM.from_pretrained(tmp_path / name).eval() for name in ("plain", "out"))
+    with torch.inference_mode():
+        expected, actual = plain(IDS).logits.double(), small(IDS).logits.double()
+    error = float((actual - expected).norm() / expected.norm())
+    assert 1e-3 < error < {"nf4": 0.3, "int8": 0.05, "fp8": 0.1, "int8-wo": 0.05}[kind]
+    assert small.config.quantization_config.quant_method in ("bitsandbytes", "torchao")
+    assert any("error" in line for line in lines)
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("plain", "out")]
+    assert sizes[1] < sizes[0] - 200_000  # most of so small a model is its embedding
+    answer = small.generate(IDS[:1], max_new_tokens=3, do_sample=False)
+    assert answer.shape[1] > IDS.shape[1]
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+
+
+def test_an_adapter_is_copied_with_the_command_that_serves_it(tmp_path: Path, run_folder: Path, base: Path) -> None:
+    out = tmp_path / "mine"
+    lines = export_target(open_run(str(run_folder)), Options(out, "adapter"))
+    assert f"vllm serve {base} --enable-lora --max-lora-rank 8 --lora-modules mine={out}" in lines[-1]
+    for name in ("adapter_model.safetensors", "adapter_config.json", "tokenizer.json"):
+        assert (out / name).read_bytes() == (run_folder / "final" / name).read_bytes()
+    assert damage(out, thorough=True, marker=MANIFEST, closed=True) == ""
+
+
+LORA: dict[str, Any] = {"peft_type": "LORA", "r": 16, "bias": "none", "modules_to_save": None, "rank_pattern": {}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"modules_to_save": ["lm_head"]},
+        {"use_dora": True},
+        {"target_parameters": ["experts.gate_up_proj"]},
+        {"rank_pattern": {"q_proj": 4}},
+        {"bias": "all"},
+        {"r": 1024},
+        {"peft_type": "VERA"},
+    ],
+)
+def test_what_vllm_does_not_serve_is_refused(changes: dict[str, Any]) -> None:
+    assert adapter.obstacles(LORA) == []
+    assert len(adapter.obstacles(LORA | changes)) == 1
+
+
+def test_every_fact_about_vllm_has_a_source_and_a_date() -> None:
+    for row in read_yaml("halftune.export", "vllm.yaml")["facts"]:
+        assert row["what"] in ("refused", "ignored")
+        assert row["source"]
+        assert str(row["read"]).startswith("2026")
+
+
+@pytest.mark.parametrize("changes", [{"use_dora": True}, None])
+def test_an_adapter_that_vllm_would_not_serve_is_not_written(tmp_path: Path, base: Path, changes: Any) -> None:
+    asked = "none" if changes is None else {"type": "lora", "rank": 4, **changes}
+    run = open_run(str(finished_run(tmp_path / "run", base, adapter=asked)))
+    with pytest.raises(ModelError) as caught:
+        export_target(run, Options(tmp_path / "out", "adapter"))
+    assert caught.value.code == "export.adapter_unsupported"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("target", ["folder", "adapter"])
+def test_the_card_has_the_runs_facts_and_no_path(tmp_path: Path, run_folder: Path, target: str, base: Path) -> None:
+    export_target(open_run(str(run_folder)), Options(tmp_path / "mine", target))
+    text = (tmp_path / "mine" / "README.md").read_text()
+    _, front, body = text.split("---\n", 2)
+    facts = yaml.safe_load(front)
+    assert facts["library_name"] == {"folder": "transformers", "adapter": "peft"}[target]
+    assert facts["tags"] == ["halftune", "sft", "lora"]
+    assert "base_model" not in facts
+    rows = dict(line.strip("| ").split(" | ") for line in body.splitlines() if line.startswith("| "))
+    assert (rows["steps"], rows["trained tokens"], rows["last training loss"]) == ("2", "1,500", "1.2500")
+    assert rows["last evaluation loss"] == "1.5000"
+    assert rows["adapter"].startswith("lora, rank 4")
+    assert str(base) not in text
+    assert str(run_folder) not in text
+
+
+@pytest.mark.parametrize(
+    "options", [["--quantize", "nf4", "--dtype", "bf16"], ["--format", "adapter", "--quantize", "nf4"]]
+)
+def test_options_that_exclude_each_other(tmp_path: Path, run_folder: Path, options: list[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["export", str(run_folder), "--output", str(tmp_path / "out"), *options])
+    assert left.value.code == 2
+    assert not (tmp_path / "out").exists()
