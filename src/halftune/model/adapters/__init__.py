@@ -70,14 +70,14 @@ def _cast_weights(model: torch.nn.Module, trainable: torch.dtype, kept: Iterable
             buffer.data = buffer.data.to(trainable)
 
 
-def share_tied(adapted: PeftModel) -> None:
+def share_tied(adapted: PeftModel, name: str = "default") -> None:
     """Let the trained copies of an embedding and its output layer share one weight, as the originals do.
 
     peft does so for LoRA only, and only for embeddings whose names it knows. Copies of different weights stay apart.
     """
     base: Any = adapted.get_base_model()
     pair = (base.get_input_embeddings(), base.get_output_embeddings())
-    copies: list[Any] = [one.modules_to_save["default"] for one in pair if isinstance(one, ModulesToSaveWrapper)]
+    copies: list[Any] = [one.modules_to_save[name] for one in pair if isinstance(one, ModulesToSaveWrapper)]
     if len(copies) == 2 and (copies[0].weight.is_meta or torch.equal(copies[0].weight, copies[1].weight)):
         copies[1].weight = copies[0].weight
 
@@ -167,8 +167,14 @@ def without_unused_formats() -> Iterator[None]:
             asked.cache_clear()
 
 
-def load_adapter(model: PreTrainedModel, folder: Path, plan: Plan) -> PeftModel:
+def load_adapter(model: PreTrainedModel | PeftModel, folder: Path, plan: Plan, name: str = "default") -> PeftModel:
     """Load a saved adapter for inference, its weights in the trainable dtype.
+
+    Args:
+        model: the base, or the base with other adapters, which stay as they are.
+        folder: of the adapter.
+        plan: gives the dtypes, of all adapters.
+        name: the adapter's name in the model.
 
     Raises:
         ModelError: the folder has no adapter, or the adapter of another model.
@@ -179,24 +185,30 @@ def load_adapter(model: PreTrainedModel, folder: Path, plan: Plan) -> PeftModel:
             what, where=str(folder), remedy="use the folder of a finished run", code="model.adapter_missing"
         )
     check_adapter(folder)
-    tied = is_tied(model)
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    tied = is_tied(base)
     try:
         config: Any = PeftConfig.from_pretrained(str(folder))
-        _check_expressions(config, model, folder)
-        ours = restore_targets(config, model)
+        _check_expressions(config, base, folder)
+        ours = restore_targets(config, base)
         names = unchanged_targets() if ours else nullcontext()
-        with ignore_peft_warnings(), without_unused_formats(), names, unquantised_names(model):
+        with ignore_peft_warnings(), without_unused_formats(), names, unquantised_names(base):
             warnings.filterwarnings("ignore", message="Found missing adapter keys")  # they are checked below
-            adapted = PeftModel.from_pretrained(
-                model, str(folder), is_trainable=False, config=config, autocast_adapter_dtype=False
-            )
+            if isinstance(model, PeftModel):
+                adapted = model
+                adapted.add_adapter(name, config, autocast_adapter_dtype=False)
+                adapted.load_adapter(str(folder), name, autocast_adapter_dtype=False)
+            else:
+                adapted = PeftModel.from_pretrained(
+                    model, str(folder), name, is_trainable=False, config=config, autocast_adapter_dtype=False
+                )
     except LOAD_ERRORS as error:
         what = f"cannot load the adapter: {first_line(error)}"
-        raise ModelError(what, where=str(folder), remedy=_remedy(model), code="model.adapter_mismatch") from error
-    check_whole(adapted, folder)
-    _load_left_out(adapted, folder)
+        raise ModelError(what, where=str(folder), remedy=_remedy(base), code="model.adapter_mismatch") from error
+    check_whole(adapted, folder, name)
+    _load_left_out(adapted, folder, name)
     if tied:
-        share_tied(adapted)
+        share_tied(adapted, name)
     cast_adapter(adapted, plan)
     multiply_beside_weights(adapted)
     return adapted.eval()
@@ -220,13 +232,13 @@ def _check_expressions(config: PeftConfig, model: torch.nn.Module, folder: Path)
 
 
 @torch.no_grad()
-def _load_left_out(adapted: PeftModel, folder: Path) -> None:
+def _load_left_out(adapted: PeftModel, folder: Path, adapter: str) -> None:
     """Load what peft has left out: it renames weights by transformers' rules for checkpoints, which may match twice.
 
     So ``language_model.layers`` became ``language_model.language_model.layers`` in unlimited_ocr, and with a warning
     alone the adapter did nothing.
     """
-    weights = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    weights = get_peft_model_state_dict(adapted, adapter_name=adapter, save_embedding_layers=False)
     with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
         for name, weight in weights.items():
             stored = file.get_tensor(name).to(weight)
@@ -239,14 +251,14 @@ def _remedy(model: torch.nn.Module) -> str:
     return f"check that the adapter was trained on this base model{of_text}"
 
 
-def check_whole(adapted: PeftModel, folder: Path) -> None:
+def check_whole(adapted: PeftModel, folder: Path, adapter: str = "default") -> None:
     """Check that the adapter's file has exactly its weights, all finite: peft leaves missing ones random.
 
     Raises:
         ModelError: weights are missing, unexpected or not finite; names their number and the first.
     """
     stored = set(read_header(folder / "adapter_model.safetensors"))
-    wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    wanted = set(get_peft_model_state_dict(adapted, adapter_name=adapter, save_embedding_layers=False))
     for kind, names in (("missing", wanted - stored), ("unexpected", stored - wanted)):
         if names:
             what = f"{len(names)} {kind} weights in the adapter's file, first {min(names)}"
