@@ -63,7 +63,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     )
     assert command("export", str(run), "--output", str(folder / "merged")) == 0
     assert command("export", str(run), "--output", str(folder / "merged-fp32"), "--dtype", "fp32") == 0
-    return {"result": result, "base": base, "merged": folder / "merged"}
+    return {"run": run, "result": result, "base": base, "merged": folder / "merged"}
 
 
 def command(*words: str) -> int:

@@ -13,7 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_model import a_model, section
 
+from halftune.cli import main
+from halftune.core.manifest import MANIFEST, seal
+from halftune.model.files.result import write_finished
 from halftune.model.tokenizer.tokenizer import load_tokenizer
+from halftune.verify.probes import PROBES
 
 LAYERS = 4
 Verdict = Callable[..., tuple[int, Any]]
@@ -150,3 +154,26 @@ def test_transposed_experts_are_named(tmp_path: Path, verdict: Verdict) -> None:
     status, found = verdict(whole, copy)
     assert status == 4
     assert codes(found) == ["weights.transposed"], found
+
+
+@pytest.mark.parametrize("format", ["folder", "adapter"])
+def test_an_export_holds_no_rows_of_the_users_data(made: dict[str, Path], tmp_path: Path, format: str) -> None:
+    run = shutil.copytree(made["run"], tmp_path / "run")
+    shutil.copy(made["result"] / PROBES, run / "final")
+    seal(run / "final", MANIFEST)
+    write_finished(run, 1)
+    with pytest.raises(SystemExit) as ended:
+        main(
+            [
+                "export",
+                str(run),
+                "--output",
+                str(tmp_path / "out"),
+                "--format",
+                format,
+                "training.allow_changes=[model]",
+            ]
+        )
+    assert ended.value.code == 0
+    assert (tmp_path / "out" / "config.json").is_file() or (tmp_path / "out" / "adapter_config.json").is_file()
+    assert not (tmp_path / "out" / PROBES).exists()

@@ -9,6 +9,7 @@ from typing import Any
 from halftune.config.facts.folder import read_json
 from halftune.core.errors import ModelError
 from halftune.core.packaged import read_yaml
+from halftune.export.merged import PRIVATE
 from halftune.export.options import Options
 from halftune.model.result.completed_run import CompletedRun
 
@@ -57,7 +58,7 @@ def write(run: CompletedRun, final: Path, output: Path, options: Options) -> lis
     Returns:
         lines for the terminal.
     """
-    shutil.copytree(final, output, dirs_exist_ok=True)
+    shutil.copytree(final, output, dirs_exist_ok=True, ignore=PRIVATE)
     rank = read_json(final / "adapter_config.json")["r"]
     most = next(one for one in read_yaml("halftune.export", "vllm.yaml")["ranks"] if one >= rank)
     base = run.loaded.run.model.name_or_path

@@ -26,8 +26,10 @@ from halftune.model.result.merge_by_layer import merge_by_layer
 from halftune.model.result.save import README, save_tokenizer, write_model
 from halftune.model.tokenizer.tokenizer import load_tokenizer
 from halftune.precision.truth_table import Rounding, roundings
+from halftune.verify.probes import PROBES
 
 FORMATS: dict[str, Format] = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
+PRIVATE = shutil.ignore_patterns(PROBES)  # rows of the user's data, which an upload would show
 NEGLIGIBLE = 1e-6  # relative size of an update that fp32 rounding alone explains
 
 
@@ -106,7 +108,7 @@ def export_run(
         with whole_folder(output) as partial:
             if not run.is_adapter and stored == own:
                 merge = None
-                shutil.copytree(run.final, partial, dirs_exist_ok=True)
+                shutil.copytree(run.final, partial, dirs_exist_ok=True, ignore=PRIVATE)
             else:
                 merge = _write_merged(run, stored, partial, progress)
                 save_tokenizer(load_tokenizer(run.result), partial)

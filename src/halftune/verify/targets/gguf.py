@@ -35,11 +35,13 @@ class GgufTarget:
     kind = "gguf"
 
     def __init__(self, file: Path, probes: Probes) -> None:
-        llama = need("llama_cpp", why="verify against a GGUF file", distribution="llama-cpp-python")
+        self._library: Any = need("llama_cpp", why="verify against a GGUF file", distribution="llama-cpp-python")
         self.name = str(file)
         longest = max(len(one.prompt) + len(one.answer) for one in probes.probes) + _ROOM
         try:
-            self._llama = llama.Llama(str(file), n_ctx=longest, n_batch=longest, logits_all=True, verbose=False)
+            self._llama: Any = self._library.Llama(
+                str(file), n_ctx=longest, n_batch=longest, logits_all=True, verbose=False
+            )
         except (ValueError, RuntimeError, OSError) as error:
             what = f"llama.cpp cannot load it: {error}"
             raise ModelError(what, where=str(file), remedy="export it again", code="verify.target_unusable") from error
@@ -67,7 +69,8 @@ class GgufTarget:
         """See ``Target``: EOS, EOT and EOM of the file, and tokens that llama.cpp knows to end a turn."""
         names = ("eos_token_id", "eot_token_id", "eom_token_id")
         found = {int(one) for name in names if (one := self.metadata.get(f"tokenizer.ggml.{name}", "")).isdigit()}
-        return found | {one for one in probes.stops if self._llama._model.token_is_eog(one)}
+        vocabulary = self._llama._model.vocab
+        return found | {one for one in probes.stops if self._library.llama_vocab_is_eog(vocabulary, one)}
 
     def see(self, probes: Sequence[Probe], tokenizer: Any) -> Seen:
         """See ``Target``."""

@@ -86,10 +86,10 @@ def _compared(reference: Reference, args: argparse.Namespace) -> Report:
         from halftune.verify.targets.server import ServerTarget
 
         target = ServerTarget(against, args.model, args.api_key_env)
-    elif against.endswith(".gguf"):
+    elif (file := _gguf(_existing(against))) is not None:
         from halftune.verify.targets.gguf import GgufTarget
 
-        target = GgufTarget(_existing(against), reference.probes)
+        target = GgufTarget(file, reference.probes)
     else:
         from halftune.verify.targets.folder import FolderTarget
         from halftune.verify.weights import compare_weights
@@ -105,6 +105,14 @@ def _existing(against: str) -> Path:
         remedy = "name a folder, a .gguf file, or an address that begins with http://"
         raise ConfigError("no such file or folder", where=against, remedy=remedy, code="verify.target_unusable")
     return path
+
+
+def _gguf(path: Path) -> Path | None:
+    """The GGUF file that is named, or the only one of a folder without another model."""
+    if path.is_dir() and not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
+        found = sorted(path.glob("*.gguf"))
+        return found[0] if len(found) == 1 else None
+    return path if path.suffix == ".gguf" else None
 
 
 def _table(report: Report) -> str:
