@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,6 +63,12 @@ def access(engine: Engine) -> Access:
     return build_app(engine, key="", body=1 << 20, queue=64)
 
 
+def in_a_loop(work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, in a thread of its own: a browser of other tests keeps a loop in this one."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, work).result()
+
+
 def with_client(access: Access, work: Callable[[openai.AsyncOpenAI], Coroutine[Any, Any, T]], key: str = "none") -> T:
     """What ``work`` returns, given the real client of a server in this process."""
 
@@ -72,7 +79,7 @@ def with_client(access: Access, work: Callable[[openai.AsyncOpenAI], Coroutine[A
             )
             return await work(made)
 
-    return asyncio.run(run())
+    return in_a_loop(run())
 
 
 def post(access: Access, path: str, body: Any, **headers: str) -> httpx.Response:
@@ -312,7 +319,7 @@ def test_a_client_that_goes_away_stops_its_generation(
 
         await asyncio.wait_for(access(scope, receive, send), LIMIT)
 
-    asyncio.run(run())
+    in_a_loop(run())
     (job,) = jobs
     assert job.cancelled
     assert len(job.made) < 500
