@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch._dynamo.config as settings
 from test_varlen_segments import LENGTHS, TOTAL, bounds, operands, visible
 from torch import nn
 from torch._dynamo.testing import CompileCounter
@@ -117,6 +118,23 @@ def test_lengths_and_windows_compile_a_bounded_number_of_kernels(graph: Any) -> 
         for lengths in ((100, 130, 3), (90, 210), (128, 128), (7,), (1,), (127, 1), (129,), (300, 12)):
             run(*lengths, grad=grad)
     assert counter.frame_count <= flex.COMPILATIONS
+
+
+def test_the_limit_of_recompilations_is_raised_for_flex_attention_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    flex.kernel.cache_clear()
+    limit = settings.recompile_limit
+    limits: list[int] = []
+
+    def attend(query: torch.Tensor, *_: Any, **__: Any) -> Any:
+        flex.kernel()  # compiles where it is called
+        limits.append(settings.recompile_limit)
+        return query, None
+
+    monkeypatch.setattr(flex, "attend", attend)
+    for _ in range(2):
+        flex.FlexRows().row(nn.Identity(), *operands(), cu_seq_lens=bounds(), longest=max(LENGTHS))
+        limits.append(settings.recompile_limit)
+    assert limits == [64, limit] * 2
 
 
 def test_dropout_is_refused() -> None:

@@ -366,6 +366,24 @@ def test_every_gpu_of_the_table_is_found_by_its_name() -> None:
     assert roofline_of(lookup("m2").devices[0].name) is None
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+    ],
+)
+def test_drivers_names_are_known_but_not_those_of_parts_and_variants(name: str, expected: str | None) -> None:
+    found = roofline_of(name)
+    assert (found and found.name) == expected
+
+
 def test_the_command_prints_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(recipe(tmp_path, "llama", sizes={"num_hidden_layers": 1}))
     words = ["--config", path, "precision=fp16", "training.max_steps=700"]
@@ -391,6 +409,7 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path, capsys: pytest.Capt
         ("h200", {"method": {"type": "kto"}}, "bench.paper_unsupported"),
         ("h200", {"method": {"type": "dpo", "reference": "precomputed"}}, "bench.paper_unsupported"),
         ("h200", {"attention": "flex", "data": PADDED}, "bench.paper_unsupported"),
+        ("h200", {"training": {"output_dir": "run", "torch_compile": True}}, "bench.paper_unsupported"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused(machine: str, keys: dict[str, Any], code: str, tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from halftune import cli
 from halftune.bench.paper.peers import PEERS, record_peer
 from halftune.bench.paper.step import Recorded, micro_batch, record_step, state
+from halftune.cli import bench_paper
 from halftune.config.load import load_config
 from halftune.config.recipe_facts import run_facts
 from halftune.core.errors import PlanError
@@ -138,6 +141,54 @@ def test_other_tools_compute_the_same_and_keep_all_logits(tmp_path: Path) -> Non
     assert len(found["automodel"].launches) < len(found["transformers"].launches)
 
 
+def test_peft_adds_to_a_copy_of_the_experts_weights(tmp_path: Path) -> None:
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_hidden_layers": 1}
+    adapter = {"type": "lora", "target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    config = load_config(recipe(tmp_path, "qwen3_moe", sizes=sizes, adapter=adapter)).run
+    plan, device = resolve(config, lookup("h100"), run_facts(config)), lookup("h100").devices[0]
+    made = record_peer("transformers", config, plan, device)
+    copies = [one.cost.written for one in made.launches if one.op == "aten::baddbmm" and not one.backward]
+    assert {2 * 8 * H * 2 * 64, 2 * 8 * H * 64} <= set(copies)
+    assert "aten::baddbmm" not in {one.op for one in record_step(config, plan, device).launches}
+
+
+@pytest.mark.parametrize(("packing", "rows"), [(True, T // 128), (False, 1)])
+def test_other_tools_take_the_same_samples_and_steps(packing: bool, rows: int, tmp_path: Path) -> None:
+    training = {"output_dir": "run", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 3}
+    data = {"train": "builtin:python-docs", "max_length": T, "packing": packing}
+    path = recipe(tmp_path, "llama", sizes={"num_hidden_layers": 1}, training=training, data=data)
+    config = load_config(path).run
+    plan, device = resolve(config, lookup("h100"), run_facts(config)), lookup("h100").devices[0]
+    ours = record_step(config, plan, device, sample=128)
+    made = record_peer("transformers", config, plan, device, sample=128)
+    assert made.tokens == ours.tokens == 3 * rows * 128
+    assert made.sample == ours.sample == 128
+    for kind in (ATTENTION, GEMM):
+        first, second = (sum(x.cost.flops for x in one.launches if x.kind == kind) for one in (ours, made))
+        assert first == second > 0
+    assert sum("adamw" in one.op for one in made.launches) == 1
+    with pytest.raises(PlanError) if packing else nullcontext() as refused:
+        record_peer("transformers", config, plan, device, sample=100)
+    assert not refused or refused.value.code == "bench.paper_unsupported"
+
+
+def test_a_step_that_does_not_fit_has_no_price_and_no_kept_speed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HALFTUNE_CACHE", str(tmp_path / "cache"))
+    path = str(recipe(tmp_path, "llama", sizes={"num_hidden_layers": 1}))
+    words = ("bench", "--paper", "--config", path, "--hardware", "h200", "--price", "3", "--json")
+    small, memory = lookup("h200"), 2**20
+    small = replace(small, devices=(replace(small.devices[0], memory_bytes=memory),))
+    monkeypatch.setattr(bench_paper, "lookup", lambda *_: small)
+    (found,) = json.loads(run(capsys, *words)[1])["results"]
+    assert found["fits"] is False
+    assert found["memory_bytes"] == memory < found["peak_bytes"]
+    assert found["price_per_million_tokens"] is None
+    assert run(capsys, *words[:-1])[1].count("GiB") == 2  # of the step and of the device
+    assert not (tmp_path / "cache" / "predicted").exists()
+
+
 def test_other_tools_are_compared_for_lora_only(tmp_path: Path) -> None:
     config = load_config(recipe(tmp_path, "llama", adapter={"type": "none"})).run
     plan = resolve(config, lookup("h100"), run_facts(config))
@@ -167,6 +218,7 @@ def test_machines_prices_and_the_plans_time(
         other = one["compare"]
         assert other["ratio"] == pytest.approx(one["tokens_per_second"] / other["tokens_per_second"])
         assert other["peak_bytes"] > one["peak_bytes"] > 0
+        assert one["fits"] is other["fits"] is True
         assert one["launches_per_layer"] < other["launches_per_layer"]
     speed = f"{first['tokens_per_second']:,.0f} tokens/s"
     plan = ("plan", "--config", path, "training.max_steps=700", "--hardware")

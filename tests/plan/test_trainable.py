@@ -156,6 +156,8 @@ def test_ia3_on_inputs_of_some_layers_only() -> None:
     [
         ({"model_type": "qwen3_moe", **EXPERTS, "head_dim": 16}, 0),
         ({"model_type": "gpt_oss", "num_local_experts": 4, "head_dim": 16}, 0),
+        ({"model_type": "qwen3_moe", **EXPERTS, "head_dim": 16, "experts_implementation": "batched_mm"}, 0),
+        ({"model_type": "qwen3_moe", **EXPERTS, "head_dim": 16, "experts_implementation": "eager"}, 3 * 4 * 48 * 64),
         ({"model_type": "llama4_text", "num_local_experts": 4, "head_dim": 16}, 3 * 4 * 96 * 64),
     ],
 )

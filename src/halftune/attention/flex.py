@@ -127,7 +127,8 @@ class FlexRows:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         window = None if sliding_window is None or sliding_window >= longest else sliding_window
         mask = self._mask(cu_seq_lens, query.shape[2], window, causal)
-        out, log_sums = attend(query, key, value, mask, scaling, softcap, log_sums=s_aux is not None)
+        with _recompilations():  # not of the whole process: training.torch_compile has its own limit
+            out, log_sums = attend(query, key, value, mask, scaling, softcap, log_sums=s_aux is not None)
         if s_aux is not None:  # a sink adds exp(s_aux) to the sum of exponentials, which stays in fp32
             out = (out * torch.sigmoid(log_sums - s_aux[:, None])[..., None]).to(query.dtype)
         return out.transpose(1, 2).contiguous()
@@ -176,5 +177,10 @@ def _capped(softcap: float) -> Callable[..., Tensor]:
 @cache
 def kernel() -> Callable[..., Any]:
     """flex_attention, compiled; as a full graph, which fails where torch would go on with a dense square of scores."""
-    settings.recompile_limit = max(settings.recompile_limit, COMPILATIONS * _MODELS)
     return torch.compile(flex_attention, fullgraph=True)
+
+
+@cache
+def _recompilations() -> Any:
+    """A context in which this thread may compile flex attention as often as all models need."""
+    return settings.patch(recompile_limit=COMPILATIONS * _MODELS)

@@ -59,14 +59,16 @@ def _one(
     from halftune.bench.paper.report import profile  # imports torch
 
     loaded = load_config(config, [*args.overrides, *args.set, *variant.split()])
-    plan = resolve(loaded.run, hardware, model_facts(loaded))
+    facts, device = model_facts(loaded), hardware.devices[0]
+    plan = resolve(loaded.run, hardware, facts)
     report = profile(loaded.run, plan, hardware, sample=args.sample_length)
     data = {**report.to_dict(), **_extra(args, loaded.run, plan, hardware, report, price)}
-    if args.sample_length is None:
-        keep(loaded.run, plan, hardware.devices[0].name, report.tokens_per_second)
+    if args.sample_length is None and report.fits:
+        speed, peak = report.tokens_per_second, report.recorded.peak
+        keep(loaded.run, plan, facts, device, tokens_per_second=speed, peak=peak)
     if not args.json:
         print("\n".join((*(["", variant] if variant else []), report.text())), flush=True)
-        if loaded.run.training.max_steps is not None:
+        if loaded.run.training.max_steps is not None and report.fits:
             pace = Pace(report.tokens_per_second, plan.batch.tokens_per_step, None)
             print(duration(loaded.run, plan, pace, "predicted"))
         for line in _lines(data):
@@ -80,12 +82,13 @@ def _extra(
     """The price of a million tokens, and the other tool's step, where they are asked for."""
     found: dict[str, Any] = {}
     if price is not None:
-        found["price_per_million_tokens"] = price / 3600 / report.tokens_per_second * 1e6
+        each = price / 3600 / report.tokens_per_second * 1e6
+        found["price_per_million_tokens"] = each if report.fits else None
     if args.compare:
         from halftune.bench.paper.peers import record_peer
         from halftune.bench.paper.report import profile
 
-        made = record_peer(args.compare, config, plan, hardware.devices[0])
+        made = record_peer(args.compare, config, plan, hardware.devices[0], sample=args.sample_length)
         other = profile(config, plan, hardware, recorded=made)
         speed = other.tokens_per_second
         found["compare"] = {
@@ -93,6 +96,7 @@ def _extra(
             "tokens_per_second": speed,
             "launches_per_layer": other.launches_per_layer,
             "peak_bytes": made.peak,
+            "fits": other.fits,
             "ratio": report.tokens_per_second / speed,
         }
     return found
@@ -101,12 +105,14 @@ def _extra(
 def _lines(data: dict[str, Any]) -> list[str]:
     """Price and comparison as text."""
     lines = []
-    if (price := data.get("price_per_million_tokens")) is not None:
-        lines.append(f"a million tokens: {price:.3g}")
+    if "price_per_million_tokens" in data:
+        price = data["price_per_million_tokens"]
+        lines.append(f"a million tokens: {'no price, the step does not fit' if price is None else f'{price:.3g}'}")
     if other := data.get("compare"):
+        memory = f"{other['peak_bytes'] / 2**30:.1f} GiB{'' if other['fits'] else ' (does not fit)'}"
         lines.append(
-            f"{other['with']} with peft: {other['tokens_per_second']:,.0f} tokens/s, {other['peak_bytes'] / 2**30:.1f} "
-            f"GiB, {other['launches_per_layer']:.0f} launches a layer; halftune is {other['ratio']:.2f} times as fast"
+            f"{other['with']} with peft: {other['tokens_per_second']:,.0f} tokens/s, {memory}, "
+            f"{other['launches_per_layer']:.0f} launches a layer; halftune is {other['ratio']:.2f} times as fast"
         )
     return lines
 
@@ -121,7 +127,7 @@ def _table(found: list[dict[str, Any]]) -> str:
             f"{one['tokens_per_second']:,.0f}",
             f"{one['launches_per_layer']:.0f}",
             str(sum(sync["count"] for sync in one["syncs"])),
-            f"{one['peak_bytes'] / 2**30:.1f}",
+            f"{one['peak_bytes'] / 2**30:.1f}{'' if one['fits'] else ' (too much)'}",
             "-" if price is None else f"{price:.3g}",
         )
         name = f"{one['machine']} {one['variant']}"

@@ -48,7 +48,8 @@ class Roofline:
 
     Attributes:
         name: as users say it.
-        pattern: regular expression of the driver's device names.
+        pattern: regular expression of the driver's device names; not of parts (MIG) and variants (PCIe, NVL, laptops),
+            which have other rates.
         bandwidth: bytes per second, read and written (a, c).
         gemm: FLOP/s of large matrix products by number format (a, b).
         attention: FLOP/s of fused causal attention, forward and backward, by kernel (d, e, f).
@@ -84,11 +85,11 @@ def _attention(**rates: tuple[float, float]) -> dict[str, tuple[float, float]]:
 _HOPPER = _tera(bf16=690, fp16=690, tf32=350, fp32=50, fp8=1330)
 _HOPPER_ATTENTION = _attention(fa2=(300, 260), fa3=(640, 540), fa4=(640, 540), flex=(270, 230), efficient=(160, 120))
 ROOFLINES: tuple[Roofline, ...] = (
-    Roofline("H200", "H200", 4.3e12, _HOPPER, _HOPPER_ATTENTION),
-    Roofline("H100", "H100", 3.0e12, _HOPPER, _HOPPER_ATTENTION),
+    Roofline("H200", r"\bH200$", 4.3e12, _HOPPER, _HOPPER_ATTENTION),
+    Roofline("H100", r"\bH100( 80GB HBM3)?$", 3.0e12, _HOPPER, _HOPPER_ATTENTION),
     Roofline(
         "A100",
-        "A100",
+        r"\bA100(-SXM4-| )(80|40)GB$",
         1.75e12,
         _tera(bf16=255, fp16=255, tf32=125, fp32=17),
         _attention(fa2=(195, 165), fa3=(195, 165), flex=(150, 110), efficient=(80, 55)),
@@ -96,7 +97,7 @@ ROOFLINES: tuple[Roofline, ...] = (
     ),
     Roofline(
         "RTX 4090",
-        "RTX 4090",
+        r"\bRTX 4090$",
         0.92e12,
         _tera(bf16=150, fp16=150, tf32=75, fp32=65, fp8=300),
         _attention(fa2=(140, 115), flex=(110, 80), efficient=(60, 45)),
@@ -104,7 +105,7 @@ ROOFLINES: tuple[Roofline, ...] = (
     ),
     Roofline(
         "T4",
-        r"\bT4\b",
+        r"\bT4$",
         0.26e12,
         _tera(fp16=32, fp32=5),
         _attention(efficient=(16, 12)),

@@ -6,7 +6,9 @@ kernel. Every row is full and every token labelled, so that no mask is needed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -58,11 +60,12 @@ def _no_scan(_name: str, _args: Any) -> float:
 
 
 def _transformers(config: RunConfig, plan: Plan, model: Any, mode: Any, _recorder: Recorder) -> Any:
-    """With peft as it comes: activations are cast to the adapters' fp32."""
+    """With peft as it comes: activations are cast to the adapters' fp32, and W + B·A is computed for experts."""
     adapted = prepare(model, config, plan, mode)
     for module in adapted.modules():
         if isinstance(module, LoraLayer):
             module.cast_input_dtype_enabled = True  # pyright: ignore[reportArgumentType]
+        vars(module).pop("_activate_lora", None)  # that of multiply_beside_weights
     return adapted
 
 
@@ -94,23 +97,35 @@ def _adapt(linear: nn.Linear, rank: int, recorder: Recorder) -> None:
 PEERS: dict[str, Callable[..., Any]] = {"transformers": _transformers, "automodel": _automodel}
 
 
-def record_peer(name: str, config: RunConfig, plan: Plan, device: Device) -> Recorded:
-    """Record the second step of another tool with the same model, adapter, rows and checkpointing.
+def record_peer(name: str, config: RunConfig, plan: Plan, device: Device, *, sample: int | None = None) -> Recorded:
+    """Record the second step of another tool with the same model, adapter, samples, accumulation and checkpointing.
+
+    Samples of a packed row are rows of their own.
 
     Args:
         name: one of ``PEERS``.
         config, plan: of halftune's run.
         device: the planned GPU.
+        sample: tokens of every sample, as for ``record_step``.
 
     Raises:
-        PlanError: no step like it: the loss is not that of next tokens, or the adapter is not plain LoRA.
+        PlanError: no step like it: the loss is not that of next tokens, the adapter is not plain LoRA, or packed rows
+            hold samples of two lengths.
     """
     check_supported(config, plan, device)
     if config.method.segments != 1 or not isinstance(config.adapter, LoraAdapter):
         what = "--compare knows LoRA with the loss of next tokens"
         raise PlanError(what, where="--compare", remedy="leave --compare out", code="bench.paper_unsupported")
     recorder = Recorder(ranks(config))
-    shape = (plan.batch.micro_batch, config.data.max_length)
+    longest, rows = config.data.max_length, plan.batch.micro_batch
+    length = min(sample or longest, longest)
+    if plan.batch.packing.value:
+        rows, rest = divmod(rows * longest, length)
+        if rest:
+            what = f"--compare knows samples of one length; {length:,} tokens do not fill a row"
+            remedy = f"use a divisor of {longest:,} (data.max_length)"
+            raise PlanError(what, where="--sample-length", remedy=remedy, code="bench.paper_unsupported")
+    shape = (plan.batch.accumulation, rows, length)
     with torch.random.fork_rng(devices=[]), fake_cuda(recorder, device) as mode, registered_attention(plan):
         built = build(read_config(config.model), config.model, plan, "sdpa")
         if plan.batch.gradient_checkpointing.value:
@@ -125,19 +140,21 @@ def record_peer(name: str, config: RunConfig, plan: Plan, device: Device) -> Rec
             with recorder.recording():
                 _step(model, trained, optimizer, shape, plan if half else None)
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    tokens = shape[0] * shape[1]
-    return Recorded(recorder.launches, recorder.syncs, recorder.calls, tokens, shape[1], layers, name, recorder.peak)
+    made = recorder.launches, recorder.syncs, recorder.calls
+    return Recorded(*made, math.prod(shape), length, layers, name, recorder.peak)
 
 
-def _step(model: Any, trained: list[Any], optimizer: Any, shape: tuple[int, int], plan: Plan | None) -> None:
-    """Forward, backward, clipping and update, under the plan's autocast if one is given."""
-    ids = torch.zeros(shape, dtype=torch.long, device=CUDA)
-    if plan is None:
-        logits = model(input_ids=ids).logits
-    else:
-        with autocast(plan.precision, CUDA):
-            logits = model(input_ids=ids).logits
-    F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten()).backward()
+def _step(model: Any, trained: list[Any], optimizer: Any, shape: tuple[int, int, int], plan: Plan | None) -> None:
+    """Forward and backward of every micro-batch, clipping and one update, under the plan's autocast if one is given."""
+    for ids in torch.zeros(shape, dtype=torch.long, device=CUDA):
+        _micro_batch(model, ids, shape[0], plan)
     nn.utils.clip_grad_norm_(trained, _MAX_NORM)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+
+
+def _micro_batch(model: Any, ids: torch.Tensor, many: int, plan: Plan | None) -> None:
+    with nullcontext() if plan is None else autocast(plan.precision, CUDA):
+        logits = model(input_ids=ids).logits
+    loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+    (loss / many).backward()

@@ -26,6 +26,7 @@ class PaperReport:
         recorded: the step.
         time: on the machine's roofline.
         roofline: its rates.
+        memory: bytes of the device.
     """
 
     model: str
@@ -34,6 +35,12 @@ class PaperReport:
     recorded: Recorded
     time: Timeline
     roofline: Roofline
+    memory: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device holds the step's tensors, the weights among them."""
+        return self.recorded.peak <= self.memory
 
     @property
     def tokens_per_second(self) -> float:
@@ -63,6 +70,8 @@ class PaperReport:
             "gpu_waits_seconds": time.waiting,
             "bound_by": time.bound,
             "peak_bytes": made.peak,
+            "memory_bytes": self.memory,
+            "fits": self.fits,
             "launches_per_layer": self.launches_per_layer,
             "kinds": {kind: asdict(one) for kind, one in time.kinds.items()},
             "layers": {str(layer): asdict(one) for layer, one in sorted(time.layers.items())},
@@ -77,6 +86,7 @@ class PaperReport:
     def text(self) -> str:
         """The tables."""
         made, time = self.recorded, self.time
+        too_much = "" if self.fits else f": does not fit, the device has {self.memory / 2**30:.1f} GiB"
         gigaflops = sum(one.flops for one in time.kinds.values()) / made.tokens / 1e9
         lines = [
             f"{self.model} on {self.machine}: predicted on paper, nothing was measured",
@@ -97,7 +107,7 @@ class PaperReport:
             f"host syncs a step: {len(made.syncs)}",
             *(f"  {many} × {what}: {line}" for (what, line), many in self._syncs().items()),
             "",
-            f"tensors take {made.peak / 2**30:.1f} GiB at their most",
+            f"tensors take {made.peak / 2**30:.1f} GiB at their most{too_much}",
             f"step {time.seconds * 1e3:,.1f} ms: GPU {time.gpu * 1e3:,.1f} ms, host {time.host * 1e3:,.1f} ms, "
             f"the GPU waits {time.waiting * 1e3:,.1f} ms",
             f"{self.tokens_per_second:,.0f} tokens/s ({1e6 / self.tokens_per_second:.1f} µs a token, "
@@ -129,7 +139,7 @@ def profile(
     made = recorded or record_step(config, plan, device, sample=sample)
     time = timeline(made.launches, made.syncs, made.calls, roofline, tf32=plan.precision.tf32.value)
     attention = f"{plan.attention.softmax.value} ({plan.attention.provider.value}, {plan.attention.varlen.value})"
-    return PaperReport(plan.model, device.name, attention, made, time, roofline)
+    return PaperReport(plan.model, device.name, attention, made, time, roofline, device.memory_bytes)
 
 
 def _row(name: str, *cells: str) -> str:

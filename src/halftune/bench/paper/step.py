@@ -103,6 +103,7 @@ def check_supported(config: RunConfig, plan: Plan, device: Device) -> None:
         "images and audio": bool(config.data.media),
         "flex attention over padded rows": plan.attention.softmax.value == "flex" and not plan.batch.packing.value,
         "several processes": plan.batch.world_size > 1,
+        "training.torch_compile": config.training.torch_compile,
     }
     for what, found in refused.items():
         if found:

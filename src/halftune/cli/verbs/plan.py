@@ -18,11 +18,12 @@ from packaging.version import InvalidVersion, Version
 
 from halftune.bench.paper.kept import known
 from halftune.cli.overrides import add_config_arguments, load_from, positive
+from halftune.config.facts.model import ModelFacts
 from halftune.config.recipe_facts import model_facts
 from halftune.config.run import RunConfig
 from halftune.core.errors import DataError, HalftuneError, ModelError, PlanError
 from halftune.core.files import read_text
-from halftune.hardware import Hardware
+from halftune.hardware import Device, Hardware
 from halftune.hardware.catalogue import CATALOGUE, lookup
 from halftune.hardware.probe import probe
 from halftune.launch.command import processes, world_size
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(to_dict(plan), indent=2, ensure_ascii=False))
         args.answered = True  # it includes whether the run fits
     else:
-        print(explain(plan, footer=_time(loaded.run, plan, measured, hardware.devices[0].name)))
+        print(explain(plan, footer=_time(loaded.run, plan, facts, measured, hardware.devices[0])))
     if missing is not None and args.hardware is None:
         raise missing
     if missing is not None:
@@ -121,9 +122,9 @@ def _is_version(text: str) -> bool:
     return True
 
 
-def _time(config: RunConfig, plan: Plan, measured: Pace | None, device: str) -> list[str]:
+def _time(config: RunConfig, plan: Plan, facts: ModelFacts, measured: Pace | None, device: Device) -> list[str]:
     if measured is not None:
         return [duration(config, plan, measured)]
-    if (predicted := known(config, plan, device)) is not None:
+    if (predicted := known(config, plan, facts, device)) is not None:
         return [duration(config, plan, predicted, "predicted by bench --paper")]
     return ["Time: unknown before a first run in training.output_dir."]

@@ -31,7 +31,7 @@ log = get_logger(__name__)
 TensorKind = Literal["linear", "conv1d", "router", "head", "embedding", "experts", "parameter"]
 BUILDER = "halftune.model.meta.shapes"
 TIME_LIMIT = 300.0  # seconds; importing torch the first time takes a minute on a slow disk
-FORMAT = 5  # version of cached answers
+FORMAT = 6  # version of cached answers
 # More than any model has; building layers takes time even on the meta device.
 MOST_LAYERS = 2000
 

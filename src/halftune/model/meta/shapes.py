@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 from halftune.core.errors import HalftuneError
 from halftune.model.adapters.all_linear import linear_layers
-from halftune.model.attention.experts import is_grouped
+from halftune.model.attention.experts import LOOP, is_grouped
 from halftune.model.attention.packing_check import silent
 from halftune.model.files.architectures import multimodal_auto, own_architectures
 from halftune.model.files.load_errors import LOAD_ERRORS, first_line
@@ -115,7 +115,7 @@ def _expert_names(config: PreTrainedConfig, model: PreTrainedModel) -> list[str]
 
 def _kinds(model: PreTrainedModel) -> dict[str, str]:
     """Kind of every weight that belongs to a layer of a known kind."""
-    modules = list(model.named_modules())
+    modules: list[tuple[str, Any]] = list(model.named_modules())
     linear, routers, refused = linear_layers(model)
     tables = {f"{name}.weight": "embedding" for name, module in modules if isinstance(module, nn.Embedding)}
     conv1d = {name for name, module in modules if isinstance(module, Conv1D)}
@@ -124,7 +124,7 @@ def _kinds(model: PreTrainedModel) -> dict[str, str]:
     experts = {
         f"{name}.{leaf}": "experts"
         for name, module in modules
-        if is_grouped(module)
+        if is_grouped(module) and module.config._experts_implementation != LOOP
         for leaf, weight in module.named_parameters(recurse=False)
         if weight.ndim == 3
     }
