@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+from base64 import b64decode
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from halftune_webui.runs.started import ANSWER, Process, folder_of, note_exit, note_job, note_process
 from halftune_webui.tabs import TABS
 
 pytestmark = pytest.mark.nightly
@@ -18,6 +21,43 @@ model: {name_or_path: builtin:qwen2-tiny}
 data: {train: rows.jsonl, max_length: 48}
 training: {output_dir: runs/adder}
 """
+
+
+VERDICT = {
+    "lines": [["tokens", "the same in 4 of 4 probes"], ["weights", "far"]],
+    "findings": [dict.fromkeys(("what", "cause", "remedy", "source"), "words") | {"code": "weights.base"}],
+    "numbers": {"to_trained": 1.0, "to_base": 0.0, "expected": 0.01},
+}
+METRIC = {"loss": {"value": 2.0, "error": None, "difference": -1.0, "difference_error": 0.1}}
+MODEL = {"base": False, "compute": "fp32", "rows": 4, "tokens": 9, "prompts": 4}
+SCORES = {
+    "rows": "rows.jsonl",
+    "models": [{**MODEL, "name": name, "metrics": METRIC} for name in ("a", "b")],
+    "notes": ["note"],
+    "files": ["scores.png", "answers-a.jsonl", "answers-b.jsonl"],
+}
+PLOT = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+
+
+def used(own: Path, run: Path) -> None:
+    """What was done with a result: an export whose check differs, and an evaluation."""
+    export, evaluation = own / "exports" / "1-good", own / "evaluations" / "1-good"
+    gone = Process(os.getpid(), "another boot", Process.of(os.getpid()).host)
+    for job, verb, answer in (
+        (export, ["export", str(run), "--output", "models/good"], {}),
+        (export / "check", ["verify", "--json"], VERDICT),
+        (evaluation, ["evaluate", str(run), "--json"], SCORES),
+    ):
+        job.mkdir(parents=True)
+        note_job(job, verb, own, 1.0)
+        note_process(job, gone, gone)
+        note_exit(job, 0, 2.0, out_of_memory=False)
+        (folder_of(job) / ANSWER).write_text(json.dumps(answer))
+    (export / "status.json").write_text(json.dumps({"state": "finished", "pid": os.getpid()}))
+    (evaluation / "scores.png").write_bytes(b64decode(PLOT))
+    for name in ("a", "b"):
+        row = {"prompt": [{"role": "user", "content": "Add 1 and 2."}], "reference": "It is 3.", "answer": "3"}
+        (evaluation / f"answers-{name}.jsonl").write_text(json.dumps(row) + "\n")
 
 
 @pytest.fixture(scope="module", params=["en", "zh"])
@@ -34,6 +74,7 @@ def filled_web_ui(request: Any, start_web_ui: Callable[..., Any], tmp_path_facto
         (run / "status.json").write_text(json.dumps({"step": 8, "total": 8, **end}))
         if name == "good":
             (run / "finished.json").write_text(json.dumps({"step": 8}))
+    used(folder / "runs" / ".webui", folder / "runs" / "good")
     web_ui = start_web_ui("--lang", request.param, folder=folder)
     web_ui.language = request.param
     return web_ui
@@ -61,7 +102,13 @@ def opened(open_page: Callable[..., Any], web_ui: Any, **options: Any) -> Any:
 def to(page: Any, name: str) -> None:
     """Opens a tab, and waits for what it shows by itself."""
     page.locator(f"#tab-{name}-button").click()
-    there = {"runs": "#run-cards .card", "data": "#data-subject b", "doctor": "#machine-facts table"}
+    there = {
+        "runs": "#run-cards .card",
+        "export": "#exports .verdict.differs",
+        "evaluate": "#evaluation .scores",
+        "data": "#data-subject b",
+        "doctor": "#machine-facts table",
+    }
     page.locator(there.get(name, f"#tab-{name} h2")).first.wait_for(state="attached")
     page.evaluate(SETTLED)
 

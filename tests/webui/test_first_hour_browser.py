@@ -85,7 +85,7 @@ class Keyboard:
         """Opens a tab; on a narrow screen it may be behind the three points."""
         if not self.page.locator(f"#tab-{name}-button").is_visible():
             self.press("#tabs .overflow-menu > button")
-            label = {"runs": "Runs", "chat": "Chat", "export": "Export", "doctor": "Doctor"}[name]
+            label = name.capitalize()
             places = self.page.locator("#tabs .overflow-dropdown button").all_inner_texts()
             self.press(f"#tabs .overflow-dropdown button:nth-of-type({places.index(label) + 1})")
         else:

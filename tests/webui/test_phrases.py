@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from published import QWEN2_5_0_5B
 
 from halftune.config.facts import architecture
@@ -32,7 +33,8 @@ from halftune_webui.settings import LANGUAGES, Settings
 LANGUAGE = next(language for language in LANGUAGES if language != FALLBACK)
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE, ROOMS = ROOT / "src" / "halftune", ("precision", "attention", "plan", "hardware", "config", "core")
-BESIDE = ("data", "doctor", "export", "cli")  # whose findings the Data, Doctor and Export tabs show
+BESIDE = ("data", "doctor", "evaluate", "export", "verify", "cli")  # whose findings the other tabs show
+CAUSES = SOURCE / "verify" / "causes.yaml"
 WEBUI = ROOT / "webui" / "halftune_webui"
 GATE = ROOT / "kernels" / "halftune_kernels" / "gate.py"
 BEFORE_START = (SOURCE / "data" / "order" / "split.py", ROOT / "webui" / "halftune_webui" / "runs" / "start_stop.py")
@@ -251,6 +253,8 @@ def test_no_sentence_is_taken_for_one_that_stands_before_it() -> None:
 def test_no_sentence_is_left_of_what_is_not_said_any_more() -> None:
     """What was not said above stands in the program: its own words between the pieces do, all of them."""
     beside = strings([*WEBUI.rglob("*.py"), *(file for room in BESIDE for file in (SOURCE / room).rglob("*.py"))])
+    causes = yaml.safe_load(CAUSES.read_text(encoding="utf-8"))["causes"]
+    beside += "\n".join(text for one in causes for text in one.values())
     program = strings([GATE, *BEFORE_START, *(file for room in ROOMS for file in (SOURCE / room).rglob("*.py"))])
     used = {key for text in said() for key in sentences(text)}
     rest = [english for key, english in table().english.items() if key not in used]

@@ -18,8 +18,9 @@ from halftune.core.manifest import MANIFEST, seal
 from halftune.hardware.catalogue import lookup
 from halftune_webui.labels import load_words
 from halftune_webui.plans.machine_panel import Free, machine_view
-from halftune_webui.runs import ask, export
+from halftune_webui.runs import ask
 from halftune_webui.runs.ask import Asks, Stopped
+from halftune_webui.runs.results import export
 from halftune_webui.runs.view.samples import data_view, visible
 from halftune_webui.settings import Settings
 from halftune_webui.tabs.data import Report, Reports, subject_of
@@ -159,9 +160,9 @@ def test_an_export_into_what_is_there_starts_nothing(tmp_path: Path) -> None:
     seal(model, MANIFEST)
     for output, remedy in ((model, "TICK"), (other, "empty"), (run, "another"), (run / "final", "another"), ("", "")):
         with pytest.raises(HalftuneError) as error:
-            export.start(settings, run, str(output), None, force=False, how="TICK")
+            export.start(settings, run, str(output), force=False, how="TICK")
         assert remedy in error.value.remedy
         assert "--" not in str(error.value)
     with pytest.raises(ModelError):
-        export.start(settings, run, str(other), None, force=True)
+        export.start(settings, run, str(other), force=True)
     assert not (root / "runs" / ".webui").exists()

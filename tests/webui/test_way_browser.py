@@ -1,4 +1,4 @@
-"""The way through the page in a browser, from an empty form to an answer. test_first_hour_browser goes by keyboard."""
+"""The way through the page in a browser, from an empty form to scores. test_first_hour_browser goes by keyboard."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_script_that_runs_late_draws_its_tab(
 
 
 @pytest.mark.slow
-def test_from_an_empty_form_to_an_answer(web_ui: Any, open_page: Callable[..., Any]) -> None:
+def test_from_an_empty_form_to_scores(web_ui: Any, open_page: Callable[..., Any]) -> None:
     rows = [{"prompt": f"Add {n} and 1.", "completion": f"It is {n + 1}."} for n in range(12)]
     (web_ui.folder / "way.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     page = opened_late(open_page, web_ui.url)
@@ -87,3 +87,31 @@ def test_from_an_empty_form_to_an_answer(web_ui: Any, open_page: Callable[..., A
         page.locator(f"#{side} p.user + p.assistant, #{side} p.user + p.help").wait_for()
     page.wait_for_selector("#chat-again:enabled")
     assert "tokens/s" in page.locator("#trained .foot").inner_text()
+
+    page.get_by_role("tab", name="Runs", exact=True).click()
+    assert f"halftune serve {web_ui.folder / 'runs' / 'way'}" in card.locator(".command code").all_inner_texts()
+    card.get_by_role("button", name="Export", exact=True).click()
+    page.wait_for_function(
+        "document.querySelector('#export-output textarea, #export-output input').value === 'models/way'"
+    )
+    page.locator("#export-start").click()
+    export = page.locator("#exports .exported", has_text="models/way")
+    export.get_by_text("finished", exact=True).wait_for()
+    export.get_by_role("button", name="Check", exact=True).click()
+    export.locator(".verdict.same p.ok").wait_for()
+    assert export.locator(".verdict tbody th").all_inner_texts() == ["Tokens", "Ends of answers", "Answers", "Rounding"]
+
+    page.get_by_role("tab", name="Runs", exact=True).click()
+    card.get_by_role("button", name="Evaluate", exact=True).click()
+    page.locator("#evaluate-run").get_by_text("way", exact=True).wait_for()
+    page.get_by_label("Exact match").check()
+    page.locator("#evaluate-start").click()
+    scores = page.locator("#evaluation .scores")
+    scores.wait_for()
+    assert scores.locator("thead th").all_inner_texts() == ["", "base fp32", "way fp32"]
+    assert scores.locator("tbody th").all_inner_texts() == ["Loss per token", "Perplexity", "Exact match"]
+    assert "best" in scores.locator("tbody tr").first.locator("td").nth(1).inner_text()  # it has learned something
+    assert page.locator("#evaluation .plot img").evaluate("image => image.naturalWidth") > 0
+    assert page.locator("#evaluation .answers tbody tr").count() == 6
+    page.reload()
+    page.locator("#evaluation .scores").wait_for()  # the address says which one

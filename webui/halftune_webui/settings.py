@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from halftune.core.errors import ConfigError
@@ -25,6 +25,7 @@ class Settings:
         language: of the labels, one of ``LANGUAGES``.
         allow_remote_code: whether a recipe may run code that is not halftune's, or name a server that samples.
         program: what runs are started with, before the verb.
+        export_choices: options of ``halftune export`` → the values that they take.
     """
 
     roots: tuple[Path, ...]  # the first one is the working directory
@@ -32,6 +33,7 @@ class Settings:
     language: str = "en"
     allow_remote_code: bool = False
     program: tuple[str, ...] = HALFTUNE
+    export_choices: dict[str, list[str]] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """For a process that goes on without the web UI."""

@@ -2,5 +2,5 @@
 
 In: a run's model at its end; later a folder, a server or a GGUF file.
 Out: ``final/probes.json``; a verdict with its cause.
-Imported by: `cli`, `train`.
+Imported by: `cli`, `export`, `train`.
 """

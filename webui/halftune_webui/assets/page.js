@@ -1,5 +1,5 @@
 // Runs once for the page: its language, the keyboard, and the address, which keeps what is open over a reload.
-// Names after # : tab, open (a run, several times), chat (a run), data (a report that the server still holds).
+// Names after # : tab, open (a run, several times), chat (a run), data (a report that the server still holds), evaluation.
 () => {
   document.documentElement.lang = LANGUAGE;
   const selected = () => document.querySelector('#tabs [role=tab][aria-selected=true]');
@@ -54,7 +54,7 @@
     before = name;
     for (const editor of document.querySelectorAll('.cm-content')) editor.tabIndex = 0;
   };
-  const areas = {'#run-cards': ['open', '[data-card]', 'card'], '#chat': ['chat', '[data-chat]', 'chat'], '#data-report': ['data', '[data-report]', 'report']};
+  const areas = {'#run-cards': ['open', '[data-card]', 'card'], '#chat': ['chat', '[data-chat]', 'chat'], '#data-report': ['data', '[data-report]', 'report'], '#evaluation': ['evaluation', '[data-evaluation]', 'evaluation']};
   const drawn = {};
   const look = () => {
     settle();

@@ -78,14 +78,21 @@ def _answer(verb: str, code: int, answered: str, said: str, good: Sequence[int],
         escaped = json.dumps(str(recipe))[1:-1]  # as a path with letters beyond ASCII stands in JSON
         said, answered = (text.replace(str(recipe), LABEL).replace(escaped, LABEL) for text in (said, answered))
     answer = _object(answered)
-    if code not in good and answer is not None and "error" in answer:
-        problems = answer["error"]["problems"]
-        raise Problems([
-            HalftuneError(one["what"], where=one["where"], remedy=one["remedy"], code=one["code"]) for one in problems
-        ])  # fmt: skip
+    if code not in good and (problems := problems_in(answer or {})):
+        raise Problems(problems)
     if code not in good or answer is None:
         raise HalftuneError(cause_in(said) or f"halftune {verb} ended with code {code}", code="webui.verb_failed")
     return answer
+
+
+def problems_in(answer: dict[str, Any]) -> list[HalftuneError]:
+    """The problems that a verb with ``--json`` answers where it fails; none where it did not.
+
+    Raises:
+        KeyError, TypeError: the answer is not one of halftune.
+    """
+    listed = answer["error"]["problems"] if "error" in answer else []
+    return [HalftuneError(one["what"], where=one["where"], remedy=one["remedy"], code=one["code"]) for one in listed]
 
 
 def _object(text: str) -> dict[str, Any] | None:

@@ -24,7 +24,7 @@ from halftune_webui.runs import queue, start_stop
 from halftune_webui.runs.before_start import obstacles
 from halftune_webui.runs.listing import Listing
 from halftune_webui.runs.log_tail import log_tail
-from halftune_webui.runs.state import LIVE, RunState
+from halftune_webui.runs.state import FINAL, LIVE, RunState
 from halftune_webui.runs.stored import recipe_of
 from halftune_webui.runs.view.details import details, differences
 from halftune_webui.runs.view.gpus import Gpus, gpu_view
@@ -207,7 +207,7 @@ def _cards(controller: RunsController, states: Mapping[Path, RunState], metrics:
     cards = [differences(list(states), settings, words)]
     for run, state in states.items():
         mark, alarms = marks.of(run), metrics[run].alarms
-        more = details(run, mark, words)
+        more = details(run, mark, words, served=state.state == "finished" and (run / FINAL).is_dir())
         cards.append(run_card(state, alarms, log_tail(run), settings.runs, words, mark=mark, more=more))
     return "".join(cards)
 
@@ -284,8 +284,7 @@ def act(controller: RunsController, view: View, what: str, name: str, on: bool, 
         "mark": lambda: controller.marks.say(run, text),
         "report": lambda: Done(report=_report(controller, run)),
         "edit": lambda: Done(tab="train", recipe=_again(settings, run)),
-        "chat": lambda: Done(tab="chat", run=run),
-        "export": lambda: Done(tab="export", run=run),
+        **{tab: (lambda tab=tab: Done(tab=tab, run=run)) for tab in ("chat", "evaluate", "export")},
     }
     if what not in doing:
         raise HalftuneError("the web UI has no such button", where=what, code="core.unknown_name")

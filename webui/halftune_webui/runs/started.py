@@ -15,7 +15,7 @@ from halftune.core.files import read_json
 from halftune.core.processes.process import identity
 from halftune.core.status import STARTED
 
-CONFIG, CONSOLE = "config.yaml", "console.log"
+CONFIG, CONSOLE, ANSWER = "config.yaml", "console.log", "answer.json"
 _JOB, _PROCESS, _EXIT, _STOP = "job.json", "process.json", "exit.json", "stop.json"
 
 
@@ -146,7 +146,7 @@ def note_job(run: Path, command: list[str], cwd: Path, created: float) -> None:
     """
     folder = _own_folder(run)
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (_EXIT, _STOP, _PROCESS):
+    for name in (_EXIT, _STOP, _PROCESS, ANSWER):
         (folder / name).unlink(missing_ok=True)
     write_text(folder / _JOB, json.dumps({"command": command, "cwd": str(cwd), "created": created}, indent=1))
 

@@ -61,8 +61,13 @@ def working_folder(settings: Settings, run: Path) -> Path:
     return folder if known else settings.roots[0]
 
 
-def check_model(settings: Settings, run: Path) -> None:
+def check_model(settings: Settings, run: Path, *sections: str) -> None:
     """Makes sure that a run's model may be loaded, whatever data it was trained on.
+
+    Args:
+        settings: the limits.
+        run: the run.
+        sections: of the recipe that are used; by default its model alone.
 
     Raises:
         HalftuneError: it lies outside the web UI's folders, or would run code.
@@ -70,7 +75,7 @@ def check_model(settings: Settings, run: Path) -> None:
     if not (run / RESOLVED).is_file():
         what = "nothing says what this run is"
         raise ConfigError(what, where=str(run), remedy="train it again from its recipe", code="webui.recipe_lost")
-    _check(settings, run, run / RESOLVED, settings.roots[0], section="model")
+    _check(settings, run, run / RESOLVED, settings.roots[0], *(sections or ("model",)))
 
 
 def generation_of(run: Path) -> GenerationSection:
@@ -82,10 +87,10 @@ def generation_of(run: Path) -> GenerationSection:
         return GenerationSection()
 
 
-def _check(settings: Settings, run: Path, file: Path, start: Path, section: str = "") -> None:
+def _check(settings: Settings, run: Path, file: Path, start: Path, *sections: str) -> None:
     check_links(settings.roots, run)
     tree = parse(read_text(file, root=run), str(file))
     for folder in (file.parent, start):
         for problem in outside(tree, settings, start, folder):
-            if not section or problem.key[0] == section:
+            if not sections or problem.key[0] in sections:
                 raise problem

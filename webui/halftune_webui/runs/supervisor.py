@@ -11,11 +11,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from halftune.core.files import open_file
 from halftune_webui.runs.detached import environment
-from halftune_webui.runs.started import CONSOLE, Process, folder_of, note_exit, note_process, read_started
+from halftune_webui.runs.started import ANSWER, CONSOLE, Process, folder_of, note_exit, note_process, read_started
 from halftune_webui.runs.waiting import waiting
 
 QUEUE = "halftune_webui.runs.queue"  # a program of its own: what it imports is not held while the run lasts
@@ -27,13 +28,17 @@ def supervise(run: Path) -> None:
     job = read_started(run)
     assert job is not None, "a supervisor is launched after note_job"
     before = _memory_kills()
-    with open_file(folder_of(run) / CONSOLE, "ab", root=run, buffering=0) as console:
+    with ExitStack() as files:
+        console = files.enter_context(open_file(folder_of(run) / CONSOLE, "ab", root=run, buffering=0))
+        out = console
+        if "--json" in job.command:  # the answer is for the page, not for the log
+            out = files.enter_context(open_file(folder_of(run) / ANSWER, "wb", root=run))
         console.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} · {' '.join(job.command)}\n".encode())
         child = subprocess.Popen(
             job.command,
             stdin=subprocess.DEVNULL,
-            stdout=console,
-            stderr=subprocess.STDOUT,
+            stdout=out,
+            stderr=console,
             start_new_session=True,
             cwd=job.cwd,
             env=environment(),

@@ -12,6 +12,7 @@ TABS: dict[str, str] = {
     "runs": "halftune_webui.tabs.runs:build",
     "data": "halftune_webui.tabs.data:build",
     "chat": "halftune_webui.tabs.chat:build",
+    "evaluate": "halftune_webui.tabs.evaluate:build",
     "export": "halftune_webui.tabs.export:build",
     "doctor": "halftune_webui.tabs.doctor:build",
 }

@@ -94,7 +94,9 @@ def _after(context: Context, controller: RunsController, done: Done) -> list[Any
         gr.Tabs(selected=done.tab) if done.tab else gr.skip(),
         gr.skip() if done.recipe is None else done.recipe,
         *(
-            chosen(opened[tab], controller.states(), context.settings, context.words) if tab in opened else gr.skip()
+            chosen(opened[tab], controller.states(), context.settings, context.words, tab)
+            if tab in opened
+            else gr.skip()
             for tab in context.choosers
         ),
     ]

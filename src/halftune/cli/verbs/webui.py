@@ -12,6 +12,7 @@ import argparse
 import os
 from pathlib import Path
 
+from halftune.cli.verbs.results import export
 from halftune.core.errors import ConfigError
 from halftune.core.optional import need
 
@@ -51,13 +52,21 @@ def run(args: argparse.Namespace) -> int:
     if not any(runs.is_relative_to(root) for root in roots):
         roots = (*roots, runs)
     language = args.lang or ("zh" if os.environ.get("LANG", "").startswith("zh") else "en")
-    settings = Settings(roots, runs, language, args.allow_remote_code)
+    settings = Settings(roots, runs, language, args.allow_remote_code, export_choices=_export_choices())
     need("gradio", why="the web UI")
 
     from halftune_webui.server import serve
 
     serve(settings, args.host, args.port, auth, ready=lambda address: print(f"halftune webui: {address}", flush=True))
     return 0
+
+
+def _export_choices() -> dict[str, list[str]]:
+    """Return the options of ``halftune export`` that have choices: the page offers what the verb takes."""
+    parser = argparse.ArgumentParser()
+    export.add_arguments(parser)
+    options = [one for one in parser._actions if one.option_strings and one.choices]
+    return {one.option_strings[0]: list(one.choices or ()) for one in options}
 
 
 def _folder(name: str) -> Path:

@@ -29,18 +29,27 @@ _PROMPTS, _ANSWERS = 20, 64
 _PLACES = ("training.output_dir",)  # where, not what
 
 
-def details(run: Path, mark: Mark, words: Words) -> Markup:
-    """The command, the model's answers before and after training and those that were rewarded, and the form."""
+def details(run: Path, mark: Mark, words: Words, *, served: bool = False) -> Markup:
+    """The command, the model's answers before and after training and those that were rewarded, and the form.
+
+    Args:
+        run: the run.
+        mark: what was said of it.
+        words: the labels.
+        served: whether its result can be served; the command for that is shown, too.
+    """
     command = command_line(shlex.join(words_of(run)), words)
+    if served:
+        command += command_line(shlex.join(["halftune", "serve", str(run)]), words, "serve")
     samples = _samples(*_marked(run / SAMPLES))
     rollouts = _rollouts(*_marked(run / ROLLOUTS))
     shown = {"command": command, "samples": samples, "rollouts": rollouts}
     return render("run_details", run=run, mark=mark, words=words, **shown)
 
 
-def command_line(command: str, words: Words) -> Markup:
-    """A command of the command line, with a button that copies it."""
-    return render("command", command=command, words=words)
+def command_line(command: str, words: Words, label: str = "command") -> Markup:
+    """A command of the command line, with a button that copies it; ``runs.LABEL`` says what it does."""
+    return render("command", command=command, label=label, words=words)
 
 
 @lru_cache(maxsize=64)

@@ -2,5 +2,5 @@
 
 In: parsed options.
 Out: an exit code.
-Imported by: name, from a table.
+Imported by: `cli.verbs`.
 """
