@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from gradio.context import Context as Blocks
 
 from halftune.core.errors import HalftuneError
 from halftune_webui.calls import event_values
@@ -102,7 +103,8 @@ def _wire(context: Context, button: gr.Button, inputs: list[Any], said: gr.HTML,
         return look(seen)
 
     def restored(seen: View, name: str) -> list[Any]:
-        seen.opened = name or seen.opened
+        seen.opened = seen.opened or name
+        seen.sent = ["", ""]  # an answer that came before the page was whole may not have been drawn
         return look(seen)
 
     button.click(start, [view, *inputs], [said, *areas], **_QUIET)
@@ -111,7 +113,10 @@ def _wire(context: Context, button: gr.Button, inputs: list[Any], said: gr.HTML,
     clock = gr.Timer(EVERY, active=False)
     clock.tick(look, view, areas, **_QUIET, queue=False)
     only_while_shown(context, clock, "evaluate")
-    context.blocks.load(restored, [view, context.address], areas, js=kept("evaluation", 1), queue=False, **_QUIET)
+    tab = Blocks.block
+    assert isinstance(tab, gr.Tab)
+    for shown in (context.blocks.load, tab.select):
+        shown(restored, [view, context.address], areas, js=kept("evaluation", 1), queue=False, **_QUIET)
 
 
 def _sources(settings: Settings, words: Words) -> list[tuple[str, str]]:
@@ -149,7 +154,12 @@ def _card(job: Path, seen: View, settings: Settings, words: Words) -> str:
     shown = {"state": state, "problems": problems, "scores": scores, "log": log_tail(job), "of": None}
     data = evaluation.data_of(job) or words("evaluate.own")
     return render(
-        "evaluation", **shown, title=_name(job, settings), data=data, shown=seen.shown and seen.opened, words=words
+        "evaluation",
+        **shown,
+        title=_name(job, settings),
+        data=data,
+        shown=seen.opened if seen.shown else "",
+        words=words,
     )
 
 
