@@ -105,6 +105,15 @@ def test_other_methods(recipe: Recipe, tmp_path: Path, overrides: list[str], mes
     assert all((one.base is None) == ("adapter=none" in overrides) for one in found.probes)
 
 
+def test_a_prompt_ends_between_characters(recipe: Recipe, small_model: Path, tmp_path: Path) -> None:
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": "汉字🙂" * one}) + "\n" for one in range(3, 20)))
+    found = trained(recipe, "method={type: pretrain}", f"data.train=[{{path: {texts}, format: text}}]")
+    assert found is not None
+    tokenizer = AutoTokenizer.from_pretrained(small_model)
+    assert all(tokenizer(one.text, add_special_tokens=False)["input_ids"] == one.prompt for one in found.probes)
+
+
 @pytest.mark.parametrize(("count", "method"), [(0, "dpo"), (8, "reward")])
 def test_runs_without_probes(recipe: Recipe, tmp_path: Path, count: int, method: str) -> None:
     pairs = tmp_path / "pairs.jsonl"

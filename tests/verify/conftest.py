@@ -59,7 +59,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     shutil.copytree(run / "final", result)
     (result / "manifest.json").unlink()
     (result / PROBES).write_text(
-        reference.probes.model_copy(update={"probes": probes, "bos": BOS, "stops": [stop]}).as_json()
+        reference.probes.model_copy(update={"probes": probes, "bos": BOS, "stops": [0, 2, stop]}).as_json()
     )
     assert command("export", str(run), "--output", str(folder / "merged")) == 0
     assert command("export", str(run), "--output", str(folder / "merged-fp32"), "--dtype", "fp32") == 0

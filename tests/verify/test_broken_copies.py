@@ -61,6 +61,11 @@ def short_embeddings(folder: Path) -> None:
     changed(folder, lambda weights: weights.update({EMBED: weights[EMBED][:4000]}))
 
 
+def all_but_few_embeddings(folder: Path) -> None:
+    edited(folder / "config.json", vocab_size=8)
+    changed(folder, lambda weights: weights.update({EMBED: weights[EMBED][:8]}))
+
+
 def new_embeddings(folder: Path) -> None:
     changed(folder, lambda weights: weights[EMBED][100:].normal_(std=0.02))
 
@@ -76,6 +81,24 @@ def rounded_through(first: torch.dtype, second: torch.dtype) -> Callable[[Path],
         edited(folder / "config.json", dtype=str(second).removeprefix("torch."))
 
     return rounds
+
+
+def few_rows_lost(folder: Path) -> None:
+    """As added tokens that were not saved."""
+    changed(folder, lambda weights: weights[EMBED][-20:].zero_())
+
+
+def other_rope(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    edited(folder / "config.json", rope_parameters={**config["rope_parameters"], "rope_theta": 123456.0})
+
+
+def other_epsilon(folder: Path) -> None:
+    edited(folder / "config.json", rms_norm_eps=1e-3)
+
+
+def more_stops(folder: Path) -> None:
+    edited(folder / "generation_config.json", eos_token_id=list(range(4096)))
 
 
 EMBED = "model.embed_tokens.weight"
@@ -111,6 +134,14 @@ BREAKS: dict[str, tuple[Callable[[Path], None], str]] = {
     "the stop token is missing": (no_stop, "stops.missing"),
     "embeddings are cut": (short_embeddings, "weights.shape"),
     "embeddings are made anew": (new_embeddings, "weights.embeddings"),
+    "embeddings are cut below what probes use": (all_but_few_embeddings, "weights.shape"),
+    "a few rows of the embeddings are lost": (few_rows_lost, "weights.embeddings"),
+    "config.json has another rope_theta": (other_rope, "weights.config"),
+    "config.json has another epsilon": (
+        lambda folder: edited(folder / "config.json", rms_norm_eps=1e-3),
+        "weights.config",
+    ),
+    "everything is a stop token": (more_stops, "stops.more"),
     "the tied head is untied": (untied, "weights.head"),
     "rounded to fp16 on the way to bf16": (rounded_through(torch.float16, torch.bfloat16), "weights.beyond_format"),
     "rounded to bf16 on the way to fp16": (rounded_through(torch.bfloat16, torch.float16), "weights.beyond_format"),

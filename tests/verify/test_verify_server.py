@@ -124,6 +124,45 @@ def test_a_server_with_another_template(made: dict[str, Path], verdict: Verdict,
     assert (status, codes(found)) == (4, [code])
 
 
+class Parting(Served):
+    """Answers one probe as trained, and nonsense otherwise; scores no prompts."""
+
+    def completion(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.asked = getattr(self, "asked", 0) + 1
+        found = super().completion(body)
+        if self.asked > 2:
+            found["text"] = "nonsense"
+            if found["logprobs"]:
+                found["logprobs"]["tokens"] = ["nonsense"] * len(found["logprobs"]["tokens"])
+        return found
+
+
+@pytest.mark.parametrize("lacks", ["echo", "echo logprobs"])
+def test_a_server_that_answers_otherwise(made: dict[str, Path], verdict: Verdict, lacks: str) -> None:
+    with serving(Parting(made["merged"], **dict.fromkeys(lacks.split(), False))) as url:
+        status, found = verdict(made["result"], url)
+    assert status == 4
+    assert "weights.differ" in codes(found)
+
+
+@pytest.mark.parametrize("value", [None, "-1", float("nan"), 1e308, 3, []])
+def test_values_that_are_no_log_probabilities(made: dict[str, Path], verdict: Verdict, value: Any) -> None:
+    class Odd(Served):
+        def completion(self, body: dict[str, Any]) -> dict[str, Any]:
+            found = super().completion(body)
+            found["logprobs"]["token_logprobs"] = [value] * len(found["logprobs"]["tokens"])
+            return found
+
+        def answer(self, path: str, body: dict[str, Any]) -> Any:
+            counted = path == "/v1/chat/completions"
+            return {"usage": {"prompt_tokens": value}} if counted else super().answer(path, body)
+
+    with serving(Odd(made["merged"], tokenize=False)) as url:
+        status, found = verdict(made["result"], url)
+    assert found["numbers"]["to_trained"] is None
+    assert status in (0, 4)
+
+
 @pytest.mark.parametrize(("against", "more", "code"), [
     ("http://127.0.0.1:9", [], "verify.server_failed"),
     ("{url}", ["--model", "other"], "verify.no_such_model"),

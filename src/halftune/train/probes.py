@@ -56,6 +56,7 @@ def _measured(run: TrainState, count: int) -> dict[str, str]:
         model=config.model.name_or_path,
         adapter=config.adapter.type != "none",
         compute=run.plan.precision.compute.value,
+        weights="" if config.model.quantization == "none" else config.model.quantization,
         bos=run.tokenizer.bos_token_id,
         stops=ending_ids(run.tokenizer, causal.generation_config),
         vocabulary=causal.config.get_text_config().vocab_size,

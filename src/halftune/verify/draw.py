@@ -33,6 +33,7 @@ _EARLY = 1000  # examples at the beginning of each source: a large file is not r
 _SPARE = 4  # candidates for each probe: some rows are too long, or have images
 _DRAW = 11  # a random stream of its own, beside those of ``data.order``
 _DOCUMENT = 32  # tokens of a document that are its prompt, at most half of them
+_CHARACTER = 4  # tokens of a character at most
 
 Place = tuple[int, str, int]  # number of the source, file, row
 
@@ -79,7 +80,7 @@ def draw(
         made = asked.get(places[index])
         one = made and _rendered(made, tokenizer, config.model.chat_template_kwargs, day)
         one = one or _of_tokens(segment, tokenizer)
-        if 0 < len(one.ids) <= LONGEST:
+        if one is not None and 0 < len(one.ids) <= LONGEST:
             found.setdefault(tuple(one.ids), one)
     return list(found.values())
 
@@ -126,11 +127,16 @@ def _rendered(
     return found and Question(found[1], found[0], made.messages, made.tools)
 
 
-def _of_tokens(segment: Segment, tokenizer: PreTrainedTokenizerBase) -> Question:
-    ids = segment.prompt
-    if not len(ids):  # a document: every token is trained
-        ids = segment.input_ids[: min(_DOCUMENT, len(segment.input_ids) // 2)]
-    return Question(ids.tolist(), str(tokenizer.decode(ids)))
+def _of_tokens(segment: Segment, tokenizer: Any) -> Question | None:
+    """The prompt's tokens, cut where its text gives the same tokens again: not inside a character. None: nowhere."""
+    ids = segment.prompt.tolist()
+    if len(ids) < 2:  # a document: every token is trained but the first, which nothing predicts
+        ids = segment.input_ids[: min(_DOCUMENT, len(segment.input_ids) // 2)].tolist()
+    for end in range(len(ids), max(len(ids) - _CHARACTER, 0), -1):
+        text = str(tokenizer.decode(ids[:end]))
+        if tokenizer(text, add_special_tokens=False)["input_ids"] == ids[:end]:
+            return Question(ids[:end], text)
+    return None
 
 
 def _conversations(

@@ -64,6 +64,7 @@ class Probes(BaseModel):
         model: name of the base model.
         adapter: whether the result is an adapter.
         compute: the format that the model computed in.
+        weights: how its frozen weights were quantised in memory (``nf4`` …); empty if they were not.
         bos: id of the token that begins a text, or None.
         stops: ids of the tokens that end an answer.
         vocabulary: number of logits.
@@ -80,6 +81,7 @@ class Probes(BaseModel):
     model: str
     adapter: bool
     compute: str
+    weights: str = ""
     bos: int | None
     stops: list[int]
     vocabulary: int

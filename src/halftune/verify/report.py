@@ -16,7 +16,9 @@ from halftune.verify.probes import Probe, Probes
 from halftune.verify.targets import Seen, Target
 
 _SHOWN = 12  # tokens around a difference
+_NAMED = 3  # of a list
 _NO_TRACE = 2.0  # the adapter is seen where trained and base are apart by this many times the rounding
+_AGREED = 0.6  # share of an honest server's own answers, or their tokens, that are the probes': rounding changes some
 _TRAINED, _BASE = 0.15, 0.15  # how far from 1 and from 0 the place between base and trained may be
 
 
@@ -47,7 +49,8 @@ class Report:
         lines: what was seen, one line a step.
         findings: what differs, in the order of the steps; empty: the same.
         numbers: ``to_trained``, ``to_base`` (mean |difference| in nats a token), ``place`` (0 base, 1 trained), ``kl``
-            (nats a token), ``agreement`` (of the likeliest token), ``expected`` (by rounding); None: not known.
+            (nats a token), ``agreement`` (of the likeliest token), ``expected`` (by rounding), ``covered`` (share of
+            the answers' tokens that were compared); None: not known.
     """
 
     reference: str
@@ -68,7 +71,7 @@ class Report:
         if self.findings:
             return ", ".join(dict.fromkeys(one.code for one in self.findings))
         to_trained = self.numbers.get("to_trained")
-        return "same, bit for bit" if to_trained == 0 else "same, precision only"
+        return "same, bit for bit" if to_trained == 0 and self.numbers.get("covered") == 1 else "same, precision only"
 
     def as_data(self) -> dict[str, Any]:
         """As JSON data."""
@@ -135,6 +138,10 @@ def _stops(probes: Probes, target: Target, tokenizer: Any, lines: list[tuple[str
     if found is None or not used:
         lines.append(("stops", "not known" if used else "no answer ended in the probes"))
         return []
+    if target.kind == "folder" and (more := sorted(found - set(probes.stops))):
+        names = ", ".join(repr(tokenizer.decode([one])) for one in more[:_NAMED])
+        lines.append(("stops", f"{len(more)} more: {names}"))
+        return [Finding("stops.more", f"answers also end at {len(more)} other tokens: {names}")]
     if not (missing := sorted(used - found)):
         lines.append(("stops", f"the same: {', '.join(tokenizer.decode([one]) for one in sorted(used))}"))
         return []
@@ -152,17 +159,26 @@ def _weights(
     weights: Sequence[Finding],
 ) -> list[Finding]:
     seen = target.see(probes.probes, tokenizer)
-    expected = max(_rounding(target.format), _rounding(probes.compute))
+    formats = (target.format, probes.compute, probes.weights or probes.compute)
+    expected = max(map(_rounding, formats))
     numbers |= _distances(probes, seen) | {"expected": expected}
     if numbers["to_trained"] is None:
-        return _texts(probes, seen, tokenizer, lines)
+        return list(weights) or _texts(probes, seen, tokenizer, lines)
     shown = [f"distance to trained {numbers['to_trained']:.2g} nats a token"]
     shown += [f"to base {numbers['to_base']:.2g}"] if numbers["to_base"] is not None else []
     shown += [f"KL {numbers['kl']:.2g}"] if numbers["kl"] is not None else []
     shown += [f"the same likeliest token in {numbers['agreement']:.1%}"] if numbers["agreement"] is not None else []
     lines.append(("weights", " · ".join(shown)))
     lines.append(("rounding", f"up to {expected:.2g} nats a token are expected"))
-    return list(weights) or _judged(numbers, expected)
+    covered = numbers["covered"] or 0.0
+    if covered < 1:
+        lines.append(("answers", f"its own answers are the trained model's in {covered:.0%} of the tokens"))
+    found = list(weights) or _judged(numbers, expected)
+    if not found and covered < _AGREED:
+        return [
+            Finding("weights.differ", f"it gives other answers: {covered:.0%} of the tokens are the trained model's")
+        ]
+    return found
 
 
 def _judged(numbers: dict[str, float | None], expected: float) -> list[Finding]:
@@ -189,7 +205,7 @@ def _texts(probes: Probes, seen: Seen, tokenizer: Any, lines: list[tuple[str, st
     expected = [str(tokenizer.decode(one.answer, skip_special_tokens=True)).strip() for one in probes.probes]
     same = sum(text.strip() == one for text, one in zip(seen.texts, expected, strict=False))
     lines.append(("weights", f"no log-probabilities; the same greedy answer to {same} of {len(expected)} probes"))
-    if same >= len(expected) / 2:
+    if same >= _AGREED * len(expected):
         return []
     return [Finding("weights.differ", f"it answers {len(expected) - same} of {len(expected)} probes otherwise")]
 
@@ -198,7 +214,7 @@ def _distances(probes: Probes, seen: Seen) -> dict[str, float | None]:
     """See ``Report.numbers``; ``apart`` is the distance of trained and base, ``off_line`` of the target from the line
     between them, as a share of that."""
     found: dict[str, float | None] = dict.fromkeys(
-        ("to_trained", "to_base", "place", "kl", "agreement", "apart", "off_line")
+        ("to_trained", "to_base", "place", "kl", "agreement", "apart", "off_line", "covered")
     )
     rows = []
     for probe, values in zip(probes.probes, seen.logprobs, strict=False):
@@ -206,6 +222,7 @@ def _distances(probes: Probes, seen: Seen) -> dict[str, float | None]:
         rows += list(zip(values, probe.logprobs, base, strict=False))
     if not rows:
         return found
+    found["covered"] = len(rows) / sum(len(probe.answer) for probe in probes.probes)
     found["to_trained"] = _mean(abs(own - trained) for own, trained, _ in rows)
     if all(base is not None for _, _, base in rows):
         moved = [(own - base, trained - base) for own, trained, base in rows if base is not None]

@@ -49,7 +49,8 @@ class FolderTarget:
         self.tokenizer = plain_tokenizer(folder, base)
         self.device = next(self.model.parameters()).device
         first = next(one for one in self.model.parameters() if one.is_floating_point())
-        self.format = _FORMATS.get(first.dtype, "")
+        quantised: Any = getattr(base_of(self.model).config, "quantization_config", None)
+        self.format = _FORMATS.get(first.dtype, "") if quantised is None else _quantised(quantised)
 
     def tokens(self, probe: Probe, probes: Probes, tokenizer: Any) -> list[int] | None:
         """See ``Target``."""
@@ -72,6 +73,9 @@ class FolderTarget:
     def see(self, probes: Sequence[Probe], tokenizer: Any) -> Seen:
         """See ``Target``."""
         pairs = [(one.prompt, one.answer) for one in probes]
+        rows = len(base_of(self.model).get_input_embeddings().weight)
+        if any(token >= rows for prompt, answer in pairs for token in (*prompt, *answer)):
+            return Seen([])  # the embeddings were cut
         asked = [[[token for token, _ in place] for place in one.top] for one in probes]
         with evaluating(self.model):
             found = score(self.model, pairs, 0, self.device, asked=asked)
@@ -80,6 +84,15 @@ class FolderTarget:
             [[place[0][0] for place in one.top] for one in found],
             [one.asked for one in found],
         )
+
+
+def _quantised(config: Any) -> str:
+    """The row of ``causes.yaml`` for a quantised folder."""
+    told = config if isinstance(config, dict) else config.to_dict()
+    text = str(told)
+    if told.get("load_in_4bit") or "int4" in text.lower():
+        return "nf4"
+    return "fp8" if "float8" in text.lower() else "int8"
 
 
 _FORMATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}

@@ -74,7 +74,7 @@ class ServerTarget:
         found = self._call("/v1/chat/completions", {**asked, "model": self.model, "max_tokens": 1, "temperature": 0})
         try:
             return int(found["usage"]["prompt_tokens"])
-        except (TypeError, LookupError, ValueError):
+        except (TypeError, LookupError, ValueError, OverflowError):
             return None
 
     def stops(self, probes: Probes, tokenizer: Any) -> set[int] | None:
@@ -107,8 +107,8 @@ class ServerTarget:
         try:
             values = found["choices"][0]["logprobs"]["token_logprobs"]
             own = values[len(probe.prompt) : len(probe.prompt) + len(probe.answer)]
-            if len(own) == len(probe.answer) and all(isinstance(one, float | int) for one in own):
-                return [min(float(one), _ROUNDING) for one in own], []
+            if len(own) == len(probe.answer) and all(map(_is_logprob, own)):
+                return [float(one) for one in own], []
         except (TypeError, LookupError):
             pass
         return None
@@ -122,6 +122,7 @@ class ServerTarget:
         except (TypeError, LookupError, ValueError):
             pairs = []
         expected = [tokenizer.decode([one]) for one in probe.answer]
+        pairs = pairs if all(_is_logprob(value) for _, value in pairs) else []
         same = takewhile(lambda pair: pair[0][0] == pair[1], zip(pairs, expected, strict=False))
         return [float(pair[1]) for pair, _ in same], str(choice.get("text", ""))
 
@@ -161,6 +162,10 @@ class ServerTarget:
     def _error(self, path: str, what: str) -> ModelError:
         remedy = "check that the server runs there, and its key in the variable named by --api-key-env"
         return ModelError(what, where=self.url + path, remedy=remedy, code="verify.server_failed")
+
+
+def _is_logprob(value: Any) -> bool:
+    return type(value) in (int, float) and -1e9 < value < _ROUNDING
 
 
 def _ids(found: Any) -> list[int] | None:

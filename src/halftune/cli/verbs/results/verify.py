@@ -14,9 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from halftune.config.facts.folder import read_json
 from halftune.core import log
 from halftune.core.errors import ConfigError
 from halftune.core.optional import quick_imports
@@ -54,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         remedy = "for example: halftune verify runs/mine --against models/mine"
         raise ConfigError(what, remedy=remedy, code="verify.no_reference")
     folder = _result(args.run) if args.run else Path(os.path.expanduser(args.reference))
-    with quick_imports():
+    with nullcontext() if _is_quantised(args.against) else quick_imports():  # which hide bitsandbytes and torchao
         from halftune.verify.reference import open_reference
     report = _compared(open_reference(folder, args.base), args)
     if args.json:
@@ -95,7 +97,7 @@ def _compared(reference: Reference, args: argparse.Namespace) -> Report:
         from halftune.verify.weights import compare_weights
 
         target = FolderTarget(_existing(against), reference.base if args.base else "")
-        weights = compare_weights(reference.folder, target, args.base)
+        weights = compare_weights(reference.folder, target, args.base, quantised=bool(reference.probes.weights))
     return compare(reference.probes, target, reference.tokenizer, str(reference.folder), weights)
 
 
@@ -105,6 +107,11 @@ def _existing(against: str) -> Path:
         remedy = "name a folder, a .gguf file, or an address that begins with http://"
         raise ConfigError("no such file or folder", where=against, remedy=remedy, code="verify.target_unusable")
     return path
+
+
+def _is_quantised(against: str) -> bool:
+    folder = Path(os.path.expanduser(against))
+    return (folder / "config.json").is_file() and "quantization_config" in read_json(folder / "config.json")
 
 
 def _gguf(path: Path) -> Path | None:
