@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -25,6 +26,7 @@ from halftune.serve.middleware import Access
 from halftune.serve.server import listen, serve
 
 PROMPT = [9, 300, 41, 7]
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
@@ -121,8 +123,15 @@ def test_a_signal_lets_running_requests_end(processes: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("again", [True, False], ids=["second", "grace"])
-def test_a_second_signal_or_the_end_of_grace_cuts_requests_off(again: bool, processes: Any) -> None:
+def test_a_second_signal_or_the_end_of_grace_cuts_requests_off(again: bool, folder: Path, processes: Any) -> None:
+    """Also one whose prompt is still rendered, which nothing can interrupt."""
+    (folder / "final" / "chat_template.jinja").write_text(ENDLESS)
     server = processes("--grace", "100000" if again else "1")
+    body = json.dumps({"model": "one", "messages": [{"role": "user", "content": "a"}]})
+    address = httpx.URL(server.url)
+    endless = socket.create_connection((address.host, address.port or 80))
+    head = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    endless.sendall(f"POST /v1/chat/completions HTTP/1.1\r\n{head}\r\n\r\n{body}".encode())
     running = iter(server.stream(30_000))
     next(running)
     server.signal()
@@ -130,6 +139,7 @@ def test_a_second_signal_or_the_end_of_grace_cuts_requests_off(again: bool, proc
         until(lambda: server.status() == 503, "the refusal of new requests")
         server.signal()
     assert server.program.wait(LIMIT) == 1
+    endless.close()
     with pytest.raises((httpx.HTTPError, openai.APIError)):
         list(running)
 

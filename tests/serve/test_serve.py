@@ -22,6 +22,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 
 from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
+from halftune.config.sections.training import GenerationSection
 from halftune.core.errors import ConfigError, HalftuneError, ModelError
 from halftune.hardware.catalogue import lookup
 from halftune.infer.session import open_session
@@ -31,6 +32,7 @@ from halftune.serve.app import build_app
 from halftune.serve.batching import PAGE
 from halftune.serve.engine import Engine
 from halftune.serve.middleware import Access
+from halftune.serve.requests import ChatRequest, _Request
 from halftune.serve.runs import open_runs
 from halftune.serve.sampling import Token
 from halftune.serve.text import TextStream
@@ -181,10 +183,10 @@ def test_a_prompt_longer_than_a_part_is_read_whole(
 
 
 def test_random_numbers_belong_to_the_request(access: Access) -> None:
-    hot: dict[str, Any] = {"temperature": 3.0, "return_token_ids": True}
+    hot: dict[str, Any] = {"temperature": 2.0, "return_token_ids": True}
 
     async def ask(client: openai.AsyncOpenAI) -> list[list[int]]:
-        more: Any = {"model": "one", "prompt": PROMPT, "max_tokens": 8, "temperature": 3.0}
+        more: Any = {"model": "one", "prompt": PROMPT, "max_tokens": 8, "temperature": 2.0}
         extra = {"ignore_eos": True, "return_token_ids": True}
         seeds = [1, 2, 1, None, 3, 1]
         calls = [client.completions.create(**more, seed=seed, extra_body=extra) for seed in seeds]
@@ -197,7 +199,7 @@ def test_random_numbers_belong_to_the_request(access: Access) -> None:
     greedy = complete(access, return_token_ids=True)["choices"][0]["token_ids"]
     assert complete(access, **hot, top_k=1)["choices"][0]["token_ids"] == greedy
     assert complete(access, **hot, top_p=1e-9)["choices"][0]["token_ids"] == greedy
-    assert complete(access, return_token_ids=True, repetition_penalty=1e9)["choices"][0]["token_ids"] != greedy
+    assert complete(access, return_token_ids=True, repetition_penalty=10)["choices"][0]["token_ids"] != greedy
 
 
 def test_what_ends_an_answer(engine: Engine, access: Access) -> None:
@@ -230,6 +232,9 @@ def test_requests_that_are_refused(engine: Engine, access: Access) -> None:
         ),
         ({**chat, "temperature": "hot"}, 400, "invalid_request", "temperature"),
         (json.dumps({**chat, "temperature": float("nan")}).encode(), 400, "invalid_request", "temperature"),
+        ({**chat, "temperature": 2.1}, 400, "invalid_request", "temperature"),
+        ({**chat, "repetition_penalty": 1e-300}, 400, "invalid_request", "repetition_penalty"),
+        ({**chat, "repetition_penalty": 1e9}, 400, "invalid_request", "repetition_penalty"),
         ({**chat, "n": 2}, 400, "invalid_request", "n"),
         ({**chat, "frequency_penalty": 0.5}, 400, "invalid_request", "frequency_penalty"),
         ({**chat, "unheard_of": 1}, 400, "invalid_request", "unheard_of"),
@@ -245,7 +250,7 @@ def test_requests_that_are_refused(engine: Engine, access: Access) -> None:
             code,
             param,
         )
-    for prompt in ([], [4096], [-1], "", None, [1.5]):
+    for prompt in (["a", "b"], [[]], [""], [], [4096], [-1], "", None, [1.5]):
         assert post(access, "completions", {"model": "one", "prompt": prompt}).status_code == 400
     assert post(access, "completions", {"model": "one", "prompt": [1] * 600}).json()["error"]["code"] == (
         "context_length_exceeded"
@@ -326,6 +331,74 @@ def test_a_client_that_goes_away_stops_its_generation(
     until(lambda: not lane._manager.batch_processor.scheduler.active_requests, "the end of the generation")
     assert not lane._router.jobs
     assert access.inside == 0
+
+
+def test_a_choice_that_fails_ends_one_request(access: Access, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's own settings are not limited; its requests must not take others along."""
+    alone = complete(access, max_tokens=40)["choices"][0]["text"]
+    settings = ChatRequest.settings
+
+    def own(request: Any, given: GenerationSection) -> GenerationSection:
+        penalty = 1e-300 if request.seed == 1 else 1.0
+        return settings(request, given.model_copy(update={"repetition_penalty": penalty}))
+
+    monkeypatch.setattr(_Request, "settings", own)
+
+    async def ask(client: openai.AsyncOpenAI) -> list[Any]:
+        more: Any = {"model": "one", "prompt": PROMPT, "max_tokens": 40, "extra_body": {"ignore_eos": True}}
+        calls = [client.completions.create(**more, seed=seed) for seed in (0, 1, 2)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    first, failed, last = with_client(access, ask)
+    assert isinstance(failed, openai.InternalServerError)
+    assert failed.code == "generation_failed"
+    assert [one.choices[0].text for one in (first, last)] == [alone] * 2
+
+
+def test_a_temperature_that_would_overflow_is_greedy(access: Access) -> None:
+    wanted = complete(access)["choices"][0]["text"]
+    for temperature in (1e-40, 9e-4):
+        assert complete(access, temperature=temperature)["choices"][0]["text"] == wanted
+    assert complete(access, temperature=1e-3, seed=1)["choices"][0]["finish_reason"] == "length"
+
+
+def test_small_forms_of_the_api(access: Access) -> None:
+    """No tokens, a list with one prompt, counts in a stream, fields without effect."""
+    none = complete(access, max_tokens=0, return_token_ids=True)
+    assert (none["choices"][0]["token_ids"], none["choices"][0]["finish_reason"]) == ([], "length")
+    assert none["usage"]["completion_tokens"] == 0
+    for prompt in ("a", PROMPT):
+        one, listed = (complete(access, prompt=given)["choices"][0]["text"] for given in (prompt, [prompt]))
+        assert listed == one
+
+    async def ask(client: openai.AsyncOpenAI) -> None:
+        more: Any = {"model": "one", "messages": ASKED, "reasoning_effort": "low", "verbosity": "low", "stream": True}
+        stream = await client.chat.completions.create(**more, stream_options={"include_usage": True})
+        *parts, last = [one.model_dump(exclude_unset=True) async for one in stream]
+        assert [one["usage"] for one in parts] == [None] * len(parts)
+        assert last["usage"]["completion_tokens"] > 0
+        async for one in await client.chat.completions.create(**more):
+            assert "usage" not in one.model_fields_set
+
+    with_client(access, ask)
+
+
+def test_variables_of_the_template_are_no_programs(
+    engine: Engine, access: Access, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat: dict[str, Any] = {"model": "one", "messages": ASKED, "max_tokens": 1, "return_token_ids": True}
+    tokenizer = engine.models["one"].tokenizer
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ a }} {{ b }} {{ c }} {{ d }}")
+    given = {"a": "x", "b": 3, "c": 0.5, "d": None}
+    told = post(access, "chat/completions", {**chat, "chat_template_kwargs": given}).json()["choices"][0]
+    assert tokenizer.decode(told["prompt_token_ids"]) == "x 3 0.5 None"
+    reserved = (
+        "chat_template tokenize return_dict return_tensors return_anything add_generation_prompt tools documents self "
+        "padding continue_final_message truncation max_length processor_kwargs tokenizer_kwargs conversation messages"
+    )
+    for wrong in [*({name: "a"} for name in reserved.split()), {"a": [1]}, {"a": {}}]:
+        error = post(access, "chat/completions", {**chat, "chat_template_kwargs": wrong}).json()["error"]
+        assert (error["code"], error["param"]) == ("invalid_request", "chat_template_kwargs"), wrong
 
 
 def test_logits_that_are_not_finite_end_one_request(engine: Engine, access: Access) -> None:

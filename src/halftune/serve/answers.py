@@ -127,9 +127,9 @@ async def answer(
     ids, seen = inputs
     if isinstance(request, CompletionRequest) and request.echo:
         yield await asyncio.to_thread(_echo, engine, served, request, ids)
-        if not room:
-            yield Piece("", finish="length")
-            return
+    if not room:
+        yield Piece("", finish="length")
+        return
     queue: asyncio.Queue[Token | End] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 

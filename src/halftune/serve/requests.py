@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    StringConstraints,
+    ValidationError,
+)
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from halftune.config.sections.training import GenerationSection
 
+_COLDEST = 1e-3  # temperatures below are greedy: logits divided by them may overflow
+_RENDERERS = (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template)
+# arguments, not variables of the template: `chat_template` is a program, whose time in a thread has no limit
+_RESERVED = {"messages", "processor_kwargs"}.union(*(inspect.signature(call).parameters for call in _RENDERERS))
 _TOP = 20  # the likeliest tokens with each token, at most, as OpenAI's
 
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
+
+
+def _variable(name: str) -> str:
+    if name in _RESERVED or name.startswith("return_"):
+        raise ValueError(f"{name} is reserved")
+    return name
+
+
+def _only(given: Any) -> Any:
+    """The prompt of a list with one."""
+    return given[0] if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list) else given
+
+
 Zero = Annotated[float, Field(ge=0, le=0)] | None
 
 
@@ -48,10 +77,10 @@ class _Request(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: NonEmpty
-    temperature: Annotated[FiniteFloat, Field(ge=0)] | None = None
+    temperature: Annotated[FiniteFloat, Field(ge=0, le=2)] | None = None
     top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
-    repetition_penalty: Annotated[FiniteFloat, Field(gt=0)] | None = None
+    repetition_penalty: Annotated[FiniteFloat, Field(ge=0.1, le=10)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: NonEmpty | Annotated[list[NonEmpty], Field(max_length=16)] | None = None
     stop_token_ids: list[TokenId] | None = None
@@ -84,6 +113,8 @@ class _Request(BaseModel):
         asked = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.top_k is not None:
             asked["top_k"] = max(self.top_k, 0)  # vLLM's -1: all
+        if asked.get("temperature", own.temperature) < _COLDEST:
+            asked["temperature"] = 0
         return own.model_copy(update=asked)
 
 
@@ -99,7 +130,10 @@ class ChatRequest(_Request):
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     response_format: dict[Literal["type"], Literal["text"]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[Annotated[str, AfterValidator(_variable)], str | int | float | bool | None] | None = None
+
+    reasoning_effort: Any = None
+    verbosity: Any = None
 
     @property
     def most(self) -> int | None:
@@ -120,7 +154,7 @@ class ChatRequest(_Request):
 class CompletionRequest(_Request):
     """Body of ``/v1/completions``."""
 
-    prompt: NonEmpty | Annotated[list[TokenId], Field(min_length=1)]
+    prompt: Annotated[NonEmpty | Annotated[list[TokenId], Field(min_length=1)], BeforeValidator(_only)]
     max_tokens: Annotated[int, Field(ge=0)] | None = 16
     logprobs: Annotated[int, Field(ge=0, le=_TOP)] | None = None
     echo: bool | None = False

@@ -35,6 +35,11 @@ class Reply:
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": served.name}
 
     @property
+    def _counts(self) -> bool:
+        options = self.request.stream_options
+        return options is not None and options.include_usage
+
+    @property
     def usage(self) -> dict[str, int]:
         """Tokens of prompt and answer."""
         made = self.made
@@ -65,11 +70,11 @@ class Reply:
 
     def usage_chunk(self) -> dict[str, Any] | None:
         """The last part of a stream, if the client asked for it."""
-        options = self.request.stream_options
-        return {**self._chunk([]), "usage": self.usage} if options and options.include_usage else None
+        return {**self._chunk([]), "usage": self.usage} if self._counts else None
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._head, "object": self.chunk_kind, "choices": choices}
+        made = {**self._head, "object": self.chunk_kind, "choices": choices}
+        return {**made, "usage": None} if self._counts else made
 
     def _note(self, piece: Piece) -> None:
         self.made += 0 if piece.echo else len(piece.tokens)

@@ -16,7 +16,9 @@ from transformers.generation.logits_process import (
 )
 
 from halftune.config.sections.training import GenerationSection
+from halftune.core.log import get_logger
 
+log = get_logger(__name__)
 FAILED = "the forward pass failed; the server's log says why"
 _LEAST = -9999.0  # OpenAI's value for a token that cannot come: JSON has no infinity
 
@@ -85,10 +87,21 @@ class Job:
         """Continuous batching copies what belongs to a request that it starts again."""
         return self
 
+    def fail(self, why: str) -> None:
+        """End with an error."""
+        self.cancelled = True
+        self.emit(End(why))
+
     def pick(self, scores: torch.Tensor) -> int:
-        """The next token, by logits fp32 ``[V]``."""
+        """The next token, by logits fp32 ``[V]``.
+
+        Raises:
+            ValueError: the settings make logits of it that are not finite.
+        """
         so_far = torch.tensor([self.ids + self.made], device=scores.device) if self.warpers else None
         found: torch.Tensor = self.warpers(so_far, scores[None])  # pyright: ignore[reportArgumentType]
+        if not found.max().isfinite():  # multinomial would end a GPU's process
+            raise ValueError("the decoding settings make logits that are not finite")
         if not self.settings.temperature:
             return int(found.argmax())
         if self._random is None and self.seed is not None:
@@ -97,7 +110,7 @@ class Job:
 
 
 def choose(jobs: Sequence[Job], scores: torch.Tensor) -> torch.Tensor:
-    """Choose and emit the next token of each job; a job whose logits are not finite ends with an error.
+    """Choose and emit the next token of each job; a job whose choice fails ends with an error.
 
     Args:
         jobs: N requests.
@@ -113,10 +126,14 @@ def choose(jobs: Sequence[Job], scores: torch.Tensor) -> torch.Tensor:
         if job.cancelled:
             continue
         if not finite[row]:
-            job.cancelled = True
-            job.emit(End("the model's logits are not finite"))
+            job.fail("the model's logits are not finite")
             continue
-        token = job.pick(scores[row]) if job.warpers or job.settings.temperature else likeliest[row]
+        try:
+            token = job.pick(scores[row]) if job.warpers or job.settings.temperature else likeliest[row]
+        except Exception:  # of one request; its neighbours go on
+            log.exception("a request failed")
+            job.fail("the choice of a token failed; the server's log says why")
+            continue
         job.made.append(token)
         job.emit(with_logprobs([token], scores[row : row + 1], job.top)[0])
         likeliest[row] = token

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any
 
@@ -48,6 +49,13 @@ class _Protocol(H11Protocol):
             self.transport.close()
 
 
+class _Threads(ThreadPoolExecutor):
+    """Of the application's loop, which waits for its threads at its end; a template may run for hours."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=True)
+
+
 class Server(uvicorn.Server):
     """A server that drains.
 
@@ -74,6 +82,7 @@ class Server(uvicorn.Server):
 
     async def main_loop(self) -> None:
         """Serve, then wait for running requests."""
+        asyncio.get_running_loop().set_default_executor(_Threads())
         serving = asyncio.ensure_future(super().main_loop())
         while not self.access.draining and not serving.done():
             await asyncio.sleep(_POLL)
@@ -110,7 +119,7 @@ def serve(access: Access, listening: socket.socket, grace: float, ready: Callabl
         ready: called with the address once requests are answered.
 
     Returns:
-        The number of requests that were cut off.
+        The number of requests that were cut off. Their threads may go on, and would keep the interpreter.
     """
     config = uvicorn.Config(
         access,

@@ -12,6 +12,7 @@ vLLM serves where it is installed, on a GPU; transformers' continuous batching e
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import re
 import shlex
@@ -141,4 +142,7 @@ def _transformers(args: argparse.Namespace, runs: dict[str, CompletedRun], base:
         cut = serve(door, listening, args.grace, lambda url: print(f"{url}/v1 · models: {models}", flush=True))
     finally:
         engine.close()
-    return 1 if cut else 0
+    if cut:
+        logging.shutdown()
+        os._exit(1)  # the interpreter would wait for a thread that renders a prompt
+    return 0
