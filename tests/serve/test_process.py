@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 import os
 import signal
 import socket
@@ -26,7 +26,6 @@ from halftune.serve.middleware import Access
 from halftune.serve.server import listen, serve
 
 PROMPT = [9, 300, 41, 7]
-ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
@@ -123,15 +122,8 @@ def test_a_signal_lets_running_requests_end(processes: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("again", [True, False], ids=["second", "grace"])
-def test_a_second_signal_or_the_end_of_grace_cuts_requests_off(again: bool, folder: Path, processes: Any) -> None:
-    """Also one whose prompt is still rendered, which nothing can interrupt."""
-    (folder / "final" / "chat_template.jinja").write_text(ENDLESS)
+def test_a_second_signal_or_the_end_of_grace_cuts_requests_off(again: bool, processes: Any) -> None:
     server = processes("--grace", "100000" if again else "1")
-    body = json.dumps({"model": "one", "messages": [{"role": "user", "content": "a"}]})
-    address = httpx.URL(server.url)
-    endless = socket.create_connection((address.host, address.port or 80))
-    head = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    endless.sendall(f"POST /v1/chat/completions HTTP/1.1\r\n{head}\r\n\r\n{body}".encode())
     running = iter(server.stream(30_000))
     next(running)
     server.signal()
@@ -139,7 +131,6 @@ def test_a_second_signal_or_the_end_of_grace_cuts_requests_off(again: bool, fold
         until(lambda: server.status() == 503, "the refusal of new requests")
         server.signal()
     assert server.program.wait(LIMIT) == 1
-    endless.close()
     with pytest.raises((httpx.HTTPError, openai.APIError)):
         list(running)
 
@@ -164,6 +155,30 @@ def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatc
         access.draining = True
         thread.join(LIMIT)
     assert not thread.is_alive()
+
+
+def test_a_thread_that_renders_does_not_keep_the_server() -> None:
+    began, free = threading.Event(), threading.Event()
+
+    def render() -> None:
+        began.set()
+        free.wait(LIMIT)
+
+    async def app(*_: Any) -> None:
+        await asyncio.to_thread(render)
+
+    access, listening = Access(app=app, key="", most=1), listen("127.0.0.1", 0)
+    with ThreadPoolExecutor(1) as pool:
+        cut = pool.submit(serve, access, listening, 0.1, lambda _: None)
+        try:
+            with socket.create_connection(listening.getsockname(), timeout=LIMIT) as client:
+                client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n")
+                assert began.wait(LIMIT)
+                access.draining = True
+                assert cut.result(LIMIT) == 1
+                assert not free.is_set()
+        finally:
+            free.set()
 
 
 async def no_routes(_: Any, __: Any, send: Any) -> None:
