@@ -75,6 +75,21 @@ def test_prompts_without_room_are_refused(loaded: tuple[Any, Any]) -> None:
     assert short == answer(model, tokenizer, asked(tokenizer)[:1], plan(), max_new_tokens=2)
 
 
+def test_a_long_prompt_cuts_no_other_answer(loaded: tuple[Any, Any]) -> None:
+    model, tokenizer = loaded
+    room, questions = model.config.max_position_embeddings, asked(tokenizer)
+    settings = {"plan": plan(), "max_new_tokens": 12}
+    alone = [answer(model, tokenizer, [one], **settings)[0] for one in questions]
+    model.config.max_position_embeddings = max(len(one.ids) for one in questions) + 2
+    try:
+        together = answer(model, tokenizer, questions, **settings)
+    finally:
+        model.config.max_position_embeddings = room
+    longest = max(range(len(questions)), key=lambda place: len(questions[place].ids))
+    assert together[longest] != alone[longest]  # cut
+    assert [*together[:longest], *together[longest + 1 :]] == [*alone[:longest], *alone[longest + 1 :]]
+
+
 def test_a_model_that_cannot_generate(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model = a_model()
     monkeypatch.setattr(type(model), "can_generate", classmethod(lambda _: False))
@@ -87,3 +102,4 @@ def test_batches_hold_like_lengths() -> None:
     found = batches([5, 100, 7, 90, 6], 10, tokens=220)
     assert found == [[1, 3], [2, 4, 0]]
     assert batches([500, 1], 10, tokens=100) == [[0], [1]]
+    assert batches([5, 100, 7, 90, 95], 10, tokens=220, room=100) == [[1], [4], [3, 2], [0]]

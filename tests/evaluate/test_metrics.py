@@ -10,7 +10,7 @@ import pytest
 
 from halftune.core.errors import ConfigError, MissingPackageError
 from halftune.evaluate.compare import difference, error, without_one
-from halftune.evaluate.metrics import LOSS, PERPLEXITY, answer_metrics, exact, f1, normalised
+from halftune.evaluate.metrics import LOSS, PERPLEXITY, answer_metrics, exact, f1, normalised, squad
 
 
 def drawn() -> np.random.Generator:
@@ -32,8 +32,20 @@ def drawn() -> np.random.Generator:
     ],
 )
 def test_squad(answer: str, reference: str, same: float, overlap: float) -> None:
-    assert exact(answer, reference) == same
+    assert squad(answer, reference) == same
     assert f1(answer, reference) == pytest.approx(overlap)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference"), [("-5", "5"), ("1.5", "15"), ("3/4", "34"), ("C", "C++"), ("", "A"), ("Paris", "paris")]
+)
+def test_exact_keeps_what_squad_leaves_out(answer: str, reference: str) -> None:
+    assert (exact(answer, reference), squad(answer, reference)) == (0.0, 1.0)
+
+
+def test_exact_ignores_white_space_and_unicode_forms() -> None:
+    assert exact(" caf\u00e9\n  noir", "cafe\u0301 noir ") == 1.0
+    assert exact("x\u00b2", "x2") == 0.0  # compatibility forms differ
 
 
 def test_normalised() -> None:
@@ -88,7 +100,13 @@ def test_a_difference_is_paired() -> None:
     assert difference(before, after, LOSS.score, paired=False).error is None
     same = difference(before, before, LOSS.score, paired=True)
     assert (same.value, same.error, same.marked) == (0.0, 0.0, False)
-    assert error(np.array([1.0])) is None
+
+
+def test_few_rows_have_no_error() -> None:
+    wrong, right = (np.stack([np.full(10, value), np.ones(10)], axis=1) for value in (0.0, 1.0))
+    for count, known in ((2, False), (9, False), (10, True)):
+        found = difference(wrong[:count], right[:count], LOSS.score, paired=True)
+        assert (found.value, found.error is not None, found.marked) == (1.0, known, known)
 
 
 def test_the_error_of_a_ratio_matches_its_spread() -> None:

@@ -45,7 +45,9 @@ class Answer(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         name = self.path.partition("/api/models/")[2].partition("/revision/")[0].split("?")[0]
         found = name in self.server.repos
-        self._send({"id": name, "sha": "0" * 40} if found else {}, 200 if found else 404)
+        self._send(
+            {"id": name, "sha": "0" * 40, "private": self.server.repos[name]} if found else {}, 200 if found else 404
+        )
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -106,7 +108,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("public", [False, True])
 def test_every_file_is_uploaded(hub: Hub, folder: Path, public: bool) -> None:
-    check_push("me/mine", force=False, confirmed=True)
+    check_push("me/mine", force=False, public=public, confirmed=True)
     assert "me/mine" in push(folder, "me/mine", public=public, confirmed=True)
     assert hub.repos == {"me/mine": not public}
     assert hub.files == {"me/mine": {path.name: path.read_bytes() for path in folder.iterdir()}}
@@ -131,7 +133,7 @@ def test_nothing_is_sent_without_a_yes(
 def test_what_forbids_an_upload_is_told_before_the_work(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     def code(repo: str = "me/mine", *, confirmed: bool = True) -> str:
         with pytest.raises(HalftuneError) as caught:
-            check_push(repo, force=False, confirmed=confirmed)
+            check_push(repo, force=False, public=False, confirmed=confirmed)
         return caught.value.code
 
     assert code("mine") == "cli.bad_option_value"
@@ -139,13 +141,39 @@ def test_what_forbids_an_upload_is_told_before_the_work(hub: Hub, monkeypatch: p
     assert code(confirmed=False) == "cli.bad_option_value"  # standard input is no terminal
     hub.repos["me/mine"] = True
     assert code() == "export.repo_exists"
-    check_push("me/mine", force=True, confirmed=True)
+    check_push("me/mine", force=True, public=False, confirmed=True)
     with monkeypatch.context() as patched:
         patched.setattr(pushing, "get_token", lambda: None)
         assert code() == "export.no_token"
     with monkeypatch.context() as patched:
         patched.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
         assert code() == "model.hub_unreachable"
+
+
+def test_the_visibility_of_a_repository_that_exists(hub: Hub, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hub.repos = {"me/public": False, "me/private": True}
+    for send in (
+        lambda: check_push("me/public", force=True, public=False, confirmed=True),
+        lambda: push(folder, "me/public", public=False, confirmed=True),
+    ):
+        with pytest.raises(HalftuneError) as caught:
+            send()
+        assert caught.value.code == "export.repo_exists"
+    assert hub.files == {}
+    for repo, public in (("me/public", True), ("me/private", True), ("me/private", False)):
+        check_push(repo, force=True, public=public, confirmed=True)
+        said = push(folder, repo, public=public, confirmed=True) + capsys.readouterr().out
+        assert said.count(f"({repo.removeprefix('me/')})") == 2
+    assert hub.repos == {"me/public": False, "me/private": True}
+
+
+def test_rows_of_the_users_data_stay_here(hub: Hub, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "probes.json").write_text("{}")
+    (folder / "sub").mkdir()
+    (folder / "sub" / "probes.json").write_text("{}")
+    push(folder, "me/mine", public=False, confirmed=True)
+    assert hub.files["me/mine"].keys() == {"config.json", "README.md"}
+    assert "probes.json" not in capsys.readouterr().out
 
 
 def test_a_refusal_of_the_hub(hub: Hub, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,9 +17,11 @@ from halftune.cli import main
 from halftune.core.errors import ModelError
 from halftune.core.manifest import MANIFEST, damage
 from halftune.core.packaged import read_yaml
-from halftune.export import adapter, quantised
+from halftune.export import quantised
+from halftune.export.card import write_card
 from halftune.export.options import Options, Quantised
 from halftune.export.targets import TARGETS, export_target
+from halftune.export.vllm import obstacles
 from halftune.model.result.completed_run import open_run
 
 IDS = torch.arange(40).reshape(2, 20)
@@ -83,14 +86,16 @@ LORA: dict[str, Any] = {"peft_type": "LORA", "r": 16, "bias": "none", "modules_t
         {"use_dora": True},
         {"target_parameters": ["experts.gate_up_proj"]},
         {"rank_pattern": {"q_proj": 4}},
+        {"trainable_token_indices": {"embed_tokens": [1]}},
+        {"lora_bias": True},
         {"bias": "all"},
         {"r": 1024},
         {"peft_type": "VERA"},
     ],
 )
 def test_what_vllm_does_not_serve_is_refused(changes: dict[str, Any]) -> None:
-    assert adapter.obstacles(LORA) == []
-    assert len(adapter.obstacles(LORA | changes)) == 1
+    assert obstacles(LORA) == []
+    assert len(obstacles(LORA | changes)) == 1
 
 
 def test_every_fact_about_vllm_has_a_source_and_a_date() -> None:
@@ -125,6 +130,24 @@ def test_the_card_has_the_runs_facts_and_no_path(tmp_path: Path, run_folder: Pat
     assert rows["adapter"].startswith("lora, rank 4")
     assert str(base) not in text
     assert str(run_folder) not in text
+
+
+@pytest.mark.parametrize(("best", "step", "expected"), [(False, 1, 1), (True, None, 2), (True, 3, 3), (False, None, 3)])
+def test_the_card_states_the_step_of_its_weights(
+    tmp_path: Path, run_folder: Path, best: bool, step: int | None, expected: int
+) -> None:
+    run = open_run(str(run_folder))
+    training = run.loaded.run.training.model_copy(update={"load_best": best})
+    loaded = replace(run.loaded, run=run.loaded.run.model_copy(update={"training": training}))
+    losses = {1: (2.0, 1.75), 2: (1.25, 1.5), 3: (1.0, 1.625)}
+    lines = [{"step": at, "loss": one, "eval_loss": two, "tokens_trained": 10} for at, (one, two) in losses.items()]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    write_card(replace(run, loaded=loaded, folder=tmp_path, step=step), tmp_path, Options(tmp_path))
+    body = (tmp_path / "README.md").read_text().split("---\n", 2)[2]
+    rows = dict(line.strip("| ").split(" | ") for line in body.splitlines() if line.startswith("| "))
+    assert (rows["steps"], rows["trained tokens"]) == (str(expected), str(10 * expected))
+    shown = float(rows["last training loss"]), float(rows["last evaluation loss"])
+    assert shown == losses[expected]
 
 
 @pytest.mark.parametrize(

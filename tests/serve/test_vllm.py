@@ -78,6 +78,16 @@ def test_what_vllm_does_not_load(adapter: dict[str, Any], base: Path, tmp_path: 
     assert caught.value.code == "serve.vllm_unsupported"
 
 
+def test_what_vllm_ignores_is_refused(base: Path, tmp_path: Path) -> None:
+    folder = finished_run(tmp_path / "run", base)
+    runs, name = open_runs([str(folder)])
+    file = folder / "final" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "alpha_pattern": {"q_proj": 8}}))
+    with pytest.raises(ModelError) as caught:
+        vllm_command(runs, name, host="127.0.0.1", port=1, max_tokens=None)
+    assert caught.value.code == "serve.vllm_unsupported"
+
+
 def test_templates_that_differ(base: Path, tmp_path: Path) -> None:
     one, two = finished_run(tmp_path / "one", base), finished_run(tmp_path / "two", base)
     with (two / "final" / "chat_template.jinja").open("a") as file:

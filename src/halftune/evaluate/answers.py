@@ -63,7 +63,7 @@ def answer(
     ends, padding = ending_ids(tokenizer, causal.generation_config), padding_id(causal, tokenizer)
     found = [""] * len(asked)
     with autocast(plan.precision, causal.device):
-        for places in batches([len(one.ids) for one in asked], max_new_tokens):
+        for places in batches([len(one.ids) for one in asked], max_new_tokens, room=room):
             prompts = [asked[place].ids for place in places]
             # the longest prompt comes first
             most = max_new_tokens if room is None else min(max_new_tokens, room - len(prompts[0]))
@@ -74,17 +74,20 @@ def answer(
     return found
 
 
-def batches(lengths: Sequence[int], new: int, tokens: int = BATCH_TOKENS) -> list[list[int]]:
+def batches(lengths: Sequence[int], new: int, tokens: int = BATCH_TOKENS, room: int | None = None) -> list[list[int]]:
     """Places of prompts in batches, longest first, so that a batch that does not fit is found early.
 
     Args:
         lengths: of the prompts, in tokens.
         new: tokens of an answer.
         tokens: of a batch, padding included; a single prompt may have more.
+        room: the model's limit for prompt and answer; None: there is none.
     """
     order, found = sorted(range(len(lengths)), key=lambda place: -lengths[place]), list[list[int]]()
     while order:
-        rows = max(1, tokens // (lengths[order[0]] + new))
+        longest = lengths[order[0]] + new
+        # a prompt that leaves no room for a whole answer would cut the answers of its batch
+        rows = 1 if room is not None and longest > room else max(1, tokens // longest)
         found.append(order[:rows])
         order = order[rows:]
     return found

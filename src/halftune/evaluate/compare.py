@@ -9,6 +9,8 @@ import numpy as np
 
 from halftune.evaluate.metrics import Score
 
+FEWEST = 10  # rows for a standard error: of two rows from 0 to 1 it would be 0
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -35,10 +37,10 @@ def error(left_out: np.ndarray) -> float | None:
     standard error.
 
     Returns:
-        None with fewer than two rows, or where a value is not finite.
+        None with fewer than ``FEWEST`` rows, or where a value is not finite.
     """
     count = len(left_out)
-    if count < 2 or not np.isfinite(left_out).all():
+    if count < FEWEST or not np.isfinite(left_out).all():
         return None
     return math.sqrt((count - 1) / count * float(((left_out - left_out.mean()) ** 2).sum()))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -76,7 +77,13 @@ def normalised(text: str) -> list[str]:
 
 
 def exact(answer: str, reference: str) -> float:
-    """1 if the normalised words are the same, else 0; SQuAD's exact match."""
+    """1 if the texts are the same in Unicode's NFC, white space collapsed, else 0."""
+    ours, theirs = (unicodedata.normalize("NFC", text).split() for text in (answer, reference))
+    return float(ours == theirs)
+
+
+def squad(answer: str, reference: str) -> float:
+    """1 if the normalised words are the same, else 0; SQuAD's exact match. Signs and points do not count."""
     return float(normalised(answer) == normalised(reference))
 
 
@@ -98,6 +105,10 @@ def _mean(of: Callable[[str, str], float]) -> Callable[[Sequence[str], Sequence[
 
 def _exact() -> AnswerMetric:
     return AnswerMetric(Metric("exact", "exact match", _ratio), _mean(exact))
+
+
+def _squad() -> AnswerMetric:
+    return AnswerMetric(Metric("squad", "SQuAD exact match", _ratio), _mean(squad))
 
 
 def _f1() -> AnswerMetric:
@@ -128,7 +139,13 @@ def _chrf() -> AnswerMetric:
     return AnswerMetric(Metric("chrf", "chrF", score), rows)
 
 
-ANSWER_METRICS: dict[str, Callable[[], AnswerMetric]] = {"exact": _exact, "f1": _f1, "rouge": _rouge, "chrf": _chrf}
+ANSWER_METRICS: dict[str, Callable[[], AnswerMetric]] = {
+    "exact": _exact,
+    "squad": _squad,
+    "f1": _f1,
+    "rouge": _rouge,
+    "chrf": _chrf,
+}
 
 
 def answer_metrics(names: Sequence[str]) -> list[AnswerMetric]:

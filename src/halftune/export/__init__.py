@@ -2,5 +2,5 @@
 
 In: a finished run.
 Out: a folder that other tools load; a repository on the hub.
-Imported by: `api`, `cli`, `halftune_webui`.
+Imported by: `api`, `cli`, `halftune_webui`, `serve`.
 """

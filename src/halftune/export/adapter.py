@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 from halftune.config.facts.folder import read_json
 from halftune.core.errors import ModelError
-from halftune.core.packaged import read_yaml
 from halftune.export.merged import PRIVATE
 from halftune.export.options import Options
+from halftune.export.vllm import obstacles, rank_limit
 from halftune.model.result.completed_run import CompletedRun
 
 REMEDY = "merge it instead: halftune export without --format"
@@ -31,21 +30,6 @@ def check(run: CompletedRun, _options: Options) -> None:
         raise ModelError(found[0], where=where, remedy=REMEDY, code="export.adapter_unsupported")
 
 
-def obstacles(config: dict[str, Any]) -> list[str]:
-    """Return what keeps vLLM from serving an adapter with this config as it was trained."""
-    table = read_yaml("halftune.export", "vllm.yaml")
-    if config.get("peft_type") != "LORA":
-        return [f"vLLM serves LoRA only, not {config.get('peft_type')}"]
-    found = [
-        f"{row['why']} ({row['when']}; {row['what']}; {row['source']}, {row['read']})"
-        for row in table["facts"]
-        if config.get(row["when"]) not in (None, False, "none", [], {})
-    ]
-    if config["r"] > table["ranks"][-1]:
-        found.append(f"vLLM takes ranks up to {table['ranks'][-1]}, not {config['r']}")
-    return found
-
-
 def write(run: CompletedRun, final: Path, output: Path, options: Options) -> list[str]:
     """Copy the adapter with its tokenizer and name the command that serves it.
 
@@ -60,10 +44,9 @@ def write(run: CompletedRun, final: Path, output: Path, options: Options) -> lis
     """
     shutil.copytree(final, output, dirs_exist_ok=True, ignore=PRIVATE)
     rank = read_json(final / "adapter_config.json")["r"]
-    most = next(one for one in read_yaml("halftune.export", "vllm.yaml")["ranks"] if one >= rank)
     base = run.loaded.run.model.name_or_path
-    command = f"vllm serve {base} --enable-lora --max-lora-rank {most} --lora-modules {options.name}={options.output}"
+    lora = f"--enable-lora --max-lora-rank {rank_limit(rank)} --lora-modules {options.name}={options.output}"
     return [
         f"{options.output}: adapter of rank {rank}, and the run's tokenizer and chat template",
-        f"{command} --tokenizer {options.output}",
+        f"vllm serve {base} {lora} --tokenizer {options.output}",
     ]

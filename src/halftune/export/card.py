@@ -81,7 +81,7 @@ def _facts(run: CompletedRun) -> Iterator[tuple[str, object]]:
             name = one["name"] if _of_hub(one["name"]) or one["name"].startswith("builtin:") else "a local file"
             counts = f"{one['samples']:,} samples, {one['tokens']:,} tokens, {one['trained_tokens']:,} trained"
             yield f"{'training' if kind == 'train' else 'evaluation'} data", f"{name}: {counts}"
-    yield from _training(run.folder)
+    yield from _training(run)
     made = _read(run.folder, "environment.json")
     packages: dict[str, str] = made.get("packages") or {}
     versions = {
@@ -101,21 +101,26 @@ def _adapter(run: CompletedRun) -> str:
     return ", ".join([adapter.type, *(f"{key} {value}" for key, value in made.items())])
 
 
-def _training(folder: Path) -> Iterator[tuple[str, object]]:
-    """Steps, tokens and the last losses of ``metrics.jsonl``."""
-    last: dict[str, Any] = {}
-    tokens = 0
+def _training(run: CompletedRun) -> Iterator[tuple[str, object]]:
+    """Steps, tokens and the last losses of ``metrics.jsonl``, up to the step of the exported weights."""
+    lines, training = list[dict[str, Any]](), run.loaded.run.training
     try:
-        for line in map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()):
-            tokens += line.get("tokens_trained") or 0
-            last |= line
+        for line in (run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+            lines.append(json.loads(line))
     except (OSError, ValueError):  # no metrics, or a last line that was cut off
         pass
-    if "step" in last:
-        yield "steps", last["step"]
-        yield "trained tokens", f"{tokens:,}"
+    step, metric = run.step, training.metric_for_best
+    if step is None and training.load_best:
+        evaluated = [line for line in lines if line.get(metric) is not None]
+        step = min(evaluated, key=lambda line: line[metric])["step"] if evaluated else None
+    lines = [line for line in lines if step is None or line["step"] <= step]
+    last = {key: value for line in lines for key, value in line.items()}
+    if step is not None or lines:
+        yield "steps", last["step"] if step is None else step
+    if lines:
+        yield "trained tokens", f"{sum(line.get('tokens_trained') or 0 for line in lines):,}"
     for key, name in (("loss", "last training loss"), ("eval_loss", "last evaluation loss")):
-        if key in last:
+        if last.get(key) is not None:
             yield name, f"{last[key]:.4f}"
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from halftune.config.facts.folder import read_json
-from halftune.config.sections.rewards import ServerSection
 from halftune.core.atomic import write_text
 from halftune.core.errors import ModelError
+from halftune.export.vllm import obstacles, rank_limit
 from halftune.model.result.completed_run import CompletedRun
 
 KEY = "VLLM_API_KEY"  # an argument would show it to every user of the machine
@@ -58,37 +57,14 @@ def vllm_command(
 def _adapters(runs: Mapping[str, CompletedRun]) -> list[str]:
     configs = {name: read_json(run.final / "adapter_config.json") for name, run in runs.items()}
     for name, config in configs.items():
-        _check_adapter(config, runs[name])
-    rank = max(max([config["r"], *config.get("rank_pattern", {}).values()]) for config in configs.values())
-    allowed = next((one for one in ServerSection.ranks if one >= rank), None)
-    if allowed is None:
-        raise _unsupported(
-            f"its rank is {rank}, and vLLM's limit is {ServerSection.ranks[-1]}", next(iter(runs.values()))
-        )
+        if found := obstacles(config):
+            what = f"vLLM does not serve the adapter as it was trained: {found[0]}"
+            remedy = "use --engine transformers, or merge it: halftune export"
+            raise ModelError(what, where=str(runs[name].final), remedy=remedy, code="serve.vllm_unsupported")
+    rank = max(config["r"] for config in configs.values())
     modules = [f"{name}={run.final.absolute()}" for name, run in runs.items()]
-    most = ["--max-loras", str(len(runs)), "--max-lora-rank", str(allowed)]
+    most = ["--max-loras", str(len(runs)), "--max-lora-rank", str(rank_limit(rank))]
     return ["--enable-lora", *most, "--lora-modules", *modules]
-
-
-def _check_adapter(config: Mapping[str, Any], run: CompletedRun) -> None:
-    """What vLLM's ``PEFTHelper`` and loader refuse, or leave out.
-
-    Raises:
-        ModelError: names the first.
-    """
-    for key in ("modules_to_save", "use_dora", "trainable_token_indices", "target_parameters", "lora_bias"):
-        if config.get(key):
-            raise _unsupported(f"it has {key}", run)
-    if config.get("peft_type") != "LORA":
-        raise _unsupported(f"it is of type {config.get('peft_type')}", run)
-    if config.get("bias", "none") != "none":
-        raise _unsupported("it has trained biases", run)
-
-
-def _unsupported(why: str, run: CompletedRun) -> ModelError:
-    what = f"vLLM cannot load the adapter: {why}"
-    remedy = "use --engine transformers, or merge it: halftune export"
-    return ModelError(what, where=str(run.final), remedy=remedy, code="serve.vllm_unsupported")
 
 
 def _check_shared(first: CompletedRun, run: CompletedRun) -> None:

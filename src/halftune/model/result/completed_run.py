@@ -43,6 +43,7 @@ class CompletedRun:
         plan: the inference plan on this machine; for a checkpoint, the training plan.
         is_adapter: whether ``final`` contains an adapter (else a full model).
         place: folder of the result; None for ``final`` in the run folder.
+        step: of the checkpoint that is exported; None: the result is that of the run.
     """
 
     loaded: LoadedConfig
@@ -50,6 +51,7 @@ class CompletedRun:
     plan: Plan
     is_adapter: bool
     place: Path | None = None
+    step: int | None = None
 
     @property
     def final(self) -> Path:

@@ -18,7 +18,7 @@ from halftune_webui.runs.state import RunState, is_live
 from halftune_webui.runs.stored import check_model
 from halftune_webui.settings import Settings
 
-METRICS = ("exact", "f1", "rouge", "chrf")  # of answers; the loss is always measured
+METRICS = ("exact", "squad", "f1", "rouge", "chrf")  # of answers; the loss is always measured
 KIND = "evaluations"
 _SHOWN = 20
 _BYTES = 1 << 20  # of a line of answers, and of all files that are shown

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--base", action=argparse.BooleanOptionalAction, help="also measure base models (default: of adapters)"
     )
     parser.add_argument(
-        "--metrics", metavar="NAMES", default="", help="of answers to the rows' prompts: exact,f1,rouge,chrf"
+        "--metrics", metavar="NAMES", default="", help="of answers to the rows' prompts: exact,squad,f1,rouge,chrf"
     )
     parser.add_argument("--tasks", metavar="NAMES", default="", help="tasks of lm-evaluation-harness")
     parser.add_argument("--include-path", metavar="DIR", type=Path, help="with --tasks: a folder with further tasks")

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import get_args
@@ -27,7 +28,7 @@ from halftune.core.optional import quick_imports
 from halftune.core.processes.signals import unwound_by_signals
 from halftune.core.status import StatusFile, reported
 from halftune.export.options import GgufType, Options, Quantised
-from halftune.train.run_folder.checkpoints import STATE
+from halftune.train.run_folder.checkpoints import STATE, state_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +77,7 @@ def _export(args: argparse.Namespace, status: StatusFile | None) -> int:
         if args.push is not None:
             from halftune.export.push import check_push
 
-            check_push(args.push, force=args.force, confirmed=args.yes)
+            check_push(args.push, force=args.force, public=args.public, confirmed=args.yes)
         check_output(finished.folder, finished.final, output, inputs_of(finished.loaded.run), force=args.force)
 
         with quick_imports():
@@ -90,6 +91,7 @@ def _export(args: argparse.Namespace, status: StatusFile | None) -> int:
         if at_checkpoint:
             progress("loading")
             write_result(target, finished)
+            finished = replace(finished, step=state_of(target)["step"])
         lines = export_target(finished, options, force=args.force, progress=progress)
     print("\n".join(lines))
     if args.push is not None:
