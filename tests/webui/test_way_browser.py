@@ -102,7 +102,7 @@ def test_from_an_empty_form_to_scores(web_ui: Any, open_page: Callable[..., Any]
     page.get_by_role("tab", name="Runs", exact=True).click()
     card.get_by_role("button", name="Evaluate", exact=True).click()
     page.locator("#evaluate-run").get_by_text("way", exact=True).wait_for()
-    page.get_by_label("Exact match").check()
+    page.get_by_label("Exact match", exact=True).check()
     page.locator("#evaluate-start").click()
     evaluations = web_ui.folder / "runs" / ".webui" / "evaluations"
     until(lambda: list(evaluations.glob("*-way/scores.png")), "the scores")
