@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -10,6 +12,7 @@ from typing import Any, get_args
 import pytest
 import torch
 import yaml
+from patience import LIMIT
 from tiny_model import checkpoint, finished_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -44,6 +47,21 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Path:
 def test_each_name_of_a_format_has_a_target() -> None:
     assert {*get_args(Quantised), "gguf", "adapter"} == TARGETS.keys()
     assert {*get_args(Quantised)} == quantised.FORMATS.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_the_command_quantises_and_verify_loads_the_result(tmp_path: Path, run_folder: Path, kind: str) -> None:
+    """In a process of its own: where the packages were hidden while transformers was imported, it knows none."""
+    for words in (
+        ["export", str(run_folder), "--output", str(tmp_path / "out"), "--quantize", kind],
+        ["verify", "--reference", str(run_folder / "final"), "--against", str(tmp_path / "out")],
+    ):
+        ended = subprocess.run(
+            [sys.executable, "-m", "halftune", *words], capture_output=True, text=True, timeout=LIMIT
+        )
+        assert ended.returncode == 0, ended.stderr
+        assert "Failed to load" not in ended.stderr
 
 
 @pytest.mark.parametrize("kind", get_args(Quantised))

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from types import ModuleType
 
@@ -22,7 +22,7 @@ _TALKATIVE = (*UNUSED, "torch.utils._pytree", "matplotlib")
 
 
 @contextmanager
-def quick_imports() -> Iterator[None]:
+def quick_imports(needed: Collection[str] = ()) -> Iterator[None]:
     """Disable garbage collection while importing, and exclude the imported objects from later collections.
 
     Modules, classes and functions live until exit. Scanning them takes a sixth of the import time of torch and
@@ -33,6 +33,10 @@ def quick_imports() -> Iterator[None]:
 
     Inside, bitsandbytes and torchao count as not installed: peft and transformers would import them for optional
     classes. They are imported later, if a plan needs them, and then warn of no kernels that they lack.
+
+    Args:
+        needed: names of those that are imported nevertheless. transformers remembers which packages are not installed,
+            and refuses to quantise with them.
     """
     main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGINT)
@@ -43,7 +47,7 @@ def quick_imports() -> Iterator[None]:
     if main and before is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
     try:
-        with without(*UNUSED):
+        with without(*(name for name in UNUSED if name not in needed)):
             yield
     finally:
         if main and before is signal.default_int_handler:

@@ -24,7 +24,7 @@ from typing import get_args
 
 from halftune.core import log
 from halftune.core.errors import ConfigError
-from halftune.core.optional import quick_imports
+from halftune.core.optional import UNUSED, quick_imports
 from halftune.core.processes.signals import unwound_by_signals
 from halftune.core.status import StatusFile, reported
 from halftune.export.options import GgufType, Options, Quantised
@@ -80,7 +80,7 @@ def _export(args: argparse.Namespace, status: StatusFile | None) -> int:
             check_push(args.push, force=args.force, public=args.public, confirmed=args.yes)
         check_output(finished.folder, finished.final, output, inputs_of(finished.loaded.run), force=args.force)
 
-        with quick_imports():
+        with quick_imports(UNUSED if args.quantize else ()):
             from halftune.export.targets import export_target
             from halftune.train.checkpoint.to_result import write_result
 

@@ -14,14 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from halftune.config.facts.folder import read_json
 from halftune.core import log
 from halftune.core.errors import ConfigError
-from halftune.core.optional import quick_imports
+from halftune.core.optional import UNUSED, quick_imports
 
 if TYPE_CHECKING:
     from halftune.verify.reference import Reference
@@ -56,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         remedy = "for example: halftune verify runs/mine --against models/mine"
         raise ConfigError(what, remedy=remedy, code="verify.no_reference")
     folder = _result(args.run) if args.run else Path(os.path.expanduser(args.reference))
-    with nullcontext() if _is_quantised(args.against) else quick_imports():  # which hide bitsandbytes and torchao
+    with quick_imports(UNUSED if _is_quantised(args.against) else ()):
         from halftune.verify.reference import open_reference
     report = _compared(open_reference(folder, args.base), args)
     if args.json:
