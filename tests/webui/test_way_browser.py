@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from patience import LIMIT, until
+from patience import LIMIT
 
 SCRIPT = re.compile(r"/assets/HTML-[^/]*\.js$")  # Gradio's component of all that the server writes, and of the form
 VALUES = {
@@ -42,6 +42,7 @@ def opened_late(open_page: Callable[..., Any], url: str) -> Any:
     answers[0].finished()
     for route in held:
         route.continue_()
+    page.unroute(SCRIPT)  # a reload is not held
     return page
 
 
@@ -104,5 +105,12 @@ def test_from_an_empty_form_to_scores(web_ui: Any, open_page: Callable[..., Any]
     page.locator("#evaluate-run").get_by_text("way", exact=True).wait_for()
     page.get_by_label("Exact match", exact=True).check()
     page.locator("#evaluate-start").click()
-    evaluations = web_ui.folder / "runs" / ".webui" / "evaluations"
-    until(lambda: list(evaluations.glob("*-way/scores.png")), "the scores")
+    scores = page.locator("#evaluation .scores")
+    scores.wait_for()
+    assert scores.locator("thead th").all_inner_texts() == ["", "base\nfp32", "way\nfp32"]
+    assert scores.locator("tbody th").all_inner_texts() == ["Loss per token", "Perplexity", "Exact match"]
+    assert "best" in scores.locator("tbody tr").first.locator("td").nth(1).inner_text()  # it has learned something
+    page.wait_for_function("document.querySelector('#evaluation .plot img')?.naturalWidth > 0")
+    assert page.locator("#evaluation .answers tbody tr").count() == 6
+    page.reload()
+    page.locator("#evaluation .scores").wait_for()  # the address says which one

@@ -236,7 +236,6 @@ def _distances(probes: Probes, seen: Seen) -> dict[str, float | None]:
         (own, place[0][0])
         for probe, likeliest in zip(probes.probes, seen.likeliest, strict=False)
         for own, place in zip(likeliest, probe.top, strict=False)
-        if own is not None
     ]
     if pairs:
         found["agreement"] = _mean(own == ours for own, ours in pairs)

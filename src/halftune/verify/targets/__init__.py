@@ -21,13 +21,13 @@ class Seen:
     Attributes:
         logprobs: ``[P]`` of the answers' log-probabilities ``[T]``; shorter where a server's own answer parts from the
             probe's, and empty where nothing is known.
-        likeliest: ``[P]`` of the likeliest token at the same places; None where only texts are known.
+        likeliest: ``[P]`` of the likeliest tokens ``[T]``; empty where they are not known.
         of_top: ``[P]`` of ``[T, K]`` log-probabilities of the probe's ``top`` tokens; empty where they are not known.
         texts: ``[P]`` of its own greedy answers, where it gives no log-probabilities.
     """
 
     logprobs: list[list[float]]
-    likeliest: list[list[int | None]] = field(default_factory=list)
+    likeliest: list[list[int]] = field(default_factory=list)
     of_top: list[list[list[float]]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
 

@@ -92,15 +92,12 @@ class ServerTarget:
 
     def see(self, probes: Sequence[Probe], tokenizer: Any) -> Seen:
         """See ``Target``. Scores the answer behind the prompt where the server can; else follows its own answer."""
-        echoed = [self._echoed(one) for one in probes[:1]]
-        if echoed[0] is not None:
-            rest = [self._echoed(one) or ([], []) for one in probes[1:]]
-            pairs = [echoed[0], *rest]
-            return Seen([one for one, _ in pairs], [])
+        if (first := self._echoed(probes[0])) is not None:
+            return Seen([first, *(self._echoed(one) or [] for one in probes[1:])])
         followed = [self._followed(one, tokenizer) for one in probes]
         return Seen([one[0] for one in followed], texts=[one[1] for one in followed])
 
-    def _echoed(self, probe: Probe) -> tuple[list[float], list[int | None]] | None:
+    def _echoed(self, probe: Probe) -> list[float] | None:
         """Log-probabilities of the answer, given the prompt; None if the server does not score prompts."""
         asked = {"prompt": probe.prompt + probe.answer, "max_tokens": 1, "echo": True, "logprobs": TOP}
         found = self._try("/v1/completions", {"model": self.model, "temperature": 0, **asked})
@@ -108,7 +105,7 @@ class ServerTarget:
             values = found["choices"][0]["logprobs"]["token_logprobs"]
             own = values[len(probe.prompt) : len(probe.prompt) + len(probe.answer)]
             if len(own) == len(probe.answer) and all(map(_is_logprob, own)):
-                return [float(one) for one in own], []
+                return [float(one) for one in own]
         except (TypeError, LookupError):
             pass
         return None
