@@ -6,12 +6,13 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_model import a_model, section
+from tiny_model import a_model, finished_run, section
 
 from halftune.cli import main
 from halftune.core.manifest import MANIFEST, seal
@@ -101,7 +102,20 @@ def more_stops(folder: Path) -> None:
     edited(folder / "generation_config.json", eos_token_id=list(range(4096)))
 
 
-EMBED = "model.embed_tokens.weight"
+def not_a_number(folder: Path) -> None:
+    """In rows that no probe uses."""
+    changed(folder, lambda weights: weights[EMBED][-20:].fill_(float("nan")))
+
+
+def part_of_a_row(folder: Path) -> None:
+    changed(folder, lambda weights: weights[DOWN][3, :8].zero_())
+
+
+def one_column(folder: Path) -> None:
+    changed(folder, lambda weights: weights[DOWN][:, 3].mul_(50))
+
+
+EMBED, DOWN = "model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight"
 
 
 def base_weights(folder: Path) -> None:
@@ -136,6 +150,9 @@ BREAKS: dict[str, tuple[Callable[[Path], None], str]] = {
     "embeddings are made anew": (new_embeddings, "weights.embeddings"),
     "embeddings are cut below what probes use": (all_but_few_embeddings, "weights.shape"),
     "a few rows of the embeddings are lost": (few_rows_lost, "weights.embeddings"),
+    "rows of the embeddings are no numbers": (not_a_number, "weights.embeddings"),
+    "a part of one row is lost": (part_of_a_row, "weights.differ"),
+    "one column is 50 times as large": (one_column, "weights.differ"),
     "config.json has another rope_theta": (other_rope, "weights.config"),
     "config.json has another epsilon": (
         lambda folder: edited(folder / "config.json", rms_norm_eps=1e-3),
@@ -166,6 +183,46 @@ def test_honest_copies_pass(made: dict[str, Path], verdict: Verdict) -> None:
     for target in (made["merged"], made["merged"].with_name("merged-fp32"), made["result"]):
         status, found = verdict(made["result"], target)
         assert (status, found["findings"]) == (0, []), found
+
+
+def test_a_key_of_training_is_no_difference(made: dict[str, Path], tmp_path: Path, verdict: Verdict) -> None:
+    copy = shutil.copytree(made["merged"], tmp_path / "copy")
+    edited(copy / "config.json", initializer_range=0.5)
+    assert codes(verdict(made["result"], copy)[1]) == []
+
+
+def test_tensors_that_peft_ignores_are_missing(made: dict[str, Path], tmp_path: Path, verdict: Verdict) -> None:
+    copy = shutil.copytree(made["result"], tmp_path / "copy")
+    own = json.loads((copy / "adapter_config.json").read_text())
+    kept = [name for name in own["target_modules"] if name != "down_proj"]
+    edited(copy / "adapter_config.json", target_modules=kept)
+    assert codes(verdict(made["result"], copy)[1])[0] == "weights.between"
+    shutil.copy(made["result"] / "adapter_config.json", copy)
+    extra = {"base_model.model.model.layers.0.self_attn.q_proj.extra": torch.zeros(2)}
+    changed(copy, lambda weights: weights.update(extra), "adapter_model.safetensors")
+    assert codes(verdict(made["result"], copy)[1]) == ["weights.differ"]
+
+
+def test_added_tokens(made: dict[str, Path], tmp_path: Path, verdict: Verdict) -> None:
+    """An adapter with rows of its own, and its export."""
+    adapter = {"type": "lora", "rank": 4, "alpha": 16, "target_modules": "all-linear"}
+    model = {"name_or_path": str(made["base"]), "tokenizer": "builtin:qwen2-tiny", "tokens": {"add": ["<a>", "<b>"]}}
+    run = finished_run(tmp_path / "run", made["base"], adapter=adapter, model=model)
+    with pytest.raises(SystemExit) as ended:
+        main(["export", str(run), "--output", str(tmp_path / "merged")])
+    assert ended.value.code == 0
+    for target in (tmp_path / "merged", run / "final"):
+        status, found = verdict(run / "final", target)
+        assert (status, found["findings"]) == (0, []), found
+
+
+def test_what_was_not_compared_is_said(
+    made: dict[str, Path], verdict: Verdict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=0))
+    assert "files" in dict(verdict(made["result"], made["merged"])[1]["lines"])
+    monkeypatch.undo()
+    assert "files" not in dict(verdict(made["result"], made["merged"])[1]["lines"])
 
 
 def test_transposed_experts_are_named(tmp_path: Path, verdict: Verdict) -> None:

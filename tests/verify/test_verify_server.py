@@ -15,6 +15,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from halftune.verify.draw import render
+from halftune.verify.probes import PROBES, read_probes
+from halftune.verify.targets.server import ServerTarget
+
 Verdict = Callable[..., tuple[int, Any]]
 
 
@@ -26,6 +30,7 @@ class Served:
         echo: scores prompts.
         logprobs: gives log-probabilities at all.
         tokenize: has ``/tokenize``.
+        tells: gives the ids of a prompt where they are asked for.
         line: text before each rendered conversation.
         stops: tokens that end an answer.
     """
@@ -34,7 +39,7 @@ class Served:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         stops = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
-        known = {"echo": True, "logprobs": True, "tokenize": True, "line": "", "stops": stops}
+        known = {"echo": True, "logprobs": True, "tokenize": True, "tells": False, "line": "", "stops": stops}
         self.options = {**known, **options}
 
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any] | None:
@@ -43,7 +48,10 @@ class Served:
         if path == "/v1/completions":
             return {"choices": [self.completion(body)]}
         if path == "/v1/chat/completions":
-            return {"choices": [], "usage": {"prompt_tokens": len(self.ids(body))}}
+            told = (
+                {"prompt_token_ids": self.ids(body)} if self.options["tells"] and body.get("return_token_ids") else {}
+            )
+            return {"choices": [told], "usage": {"prompt_tokens": len(self.ids(body))}}
         return {"tokens": self.ids(body)} if path == "/tokenize" and self.options["tokenize"] else None
 
     def ids(self, body: dict[str, Any]) -> list[int]:
@@ -117,11 +125,50 @@ def test_a_server_without_the_adapter_serves_the_base(made: dict[str, Path], ver
         assert codes(verdict(made["result"], url)[1]) == ["weights.base"]
 
 
-@pytest.mark.parametrize(("tokenize", "code"), [(True, "tokens.differ"), (False, "tokens.count")])
-def test_a_server_with_another_template(made: dict[str, Path], verdict: Verdict, tokenize: bool, code: str) -> None:
-    with serving(Served(made["merged"], tokenize=tokenize, line="Be brief.")) as url:
+@pytest.mark.parametrize(("tells", "code"), [
+    ({"tokenize": True}, "tokens.differ"), ({"tells": True}, "tokens.differ"), ({}, "tokens.count"),
+])  # fmt: skip
+def test_a_server_with_another_template(
+    made: dict[str, Path], verdict: Verdict, tells: dict[str, bool], code: str
+) -> None:
+    with serving(Served(made["merged"], **{"tokenize": False, **tells}, line="Be brief.")) as url:
         status, found = verdict(made["result"], url)
     assert (status, codes(found)) == (4, [code])
+
+
+@pytest.mark.parametrize("tokenize", [True, False])
+def test_a_template_that_prints_todays_date(made: dict[str, Path], tokenize: bool) -> None:
+    probes = read_probes(made["result"])
+    assert probes is not None
+    server = Served(made["merged"], tokenize=tokenize)
+    own = server.tokenizer
+    own.chat_template = "{{ strftime_now('%Y-%m-%d') }}" + own.chat_template
+    messages = [{"role": "user", "content": "Hello."}]
+    text, ids = render(own, messages, None, {}, "2020-01-01") or ("", [])
+    probe = probes.probes[0].model_copy(update={"messages": messages, "text": text, "prompt": ids})
+    with serving(server) as url:
+        found = ServerTarget(url).tokens(probe, probes.model_copy(update={"day": "2020-01-01"}), own)
+        server.options["line"] = "Be brief."
+        other = ServerTarget(url).tokens(probe, probes, own)
+    assert found in (ids, len(ids))
+    assert other not in (ids, len(ids))
+
+
+def test_a_stop_that_was_not_tried_passes(made: dict[str, Path], verdict: Verdict, tmp_path: Path) -> None:
+    """The last probe alone ends in another token."""
+    result = shutil.copytree(made["result"], tmp_path / "result")
+    probes = read_probes(result)
+    assert probes is not None
+    last = probes.probes[-1]
+    cut = {"answer": last.answer[:1], "logprobs": last.logprobs[:1], "top": last.top[:1], "ended": True}
+    changed = probes.model_copy(update={
+        "probes": [*probes.probes[:-1], last.model_copy(update=cut)], "stops": [*probes.stops, last.answer[0]]
+    })  # fmt: skip
+    (result / PROBES).write_text(changed.as_json())
+    known = json.loads((made["merged"] / "generation_config.json").read_text())["eos_token_id"]
+    for stops, expected in (([*known, last.answer[0]], []), (known, ["stops.missing"])):
+        with serving(Served(made["merged"], stops=stops)) as url:
+            assert codes(verdict(result, url)[1]) == expected
 
 
 class Parting(Served):

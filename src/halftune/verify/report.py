@@ -6,37 +6,20 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import takewhile
-from math import exp, log
+from math import exp, isfinite, log
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from halftune.verify.probes import Probe, Probes
-from halftune.verify.targets import Seen, Target
+from halftune.verify.targets import Finding, Seen, Target
 
 _SHOWN = 12  # tokens around a difference
 _NAMED = 3  # of a list
 _NO_TRACE = 2.0  # the adapter is seen where trained and base are apart by this many times the rounding
 _AGREED = 0.6  # share of an honest server's own answers, or their tokens, that are the probes': rounding changes some
 _TRAINED, _BASE = 0.15, 0.15  # how far from 1 and from 0 the place between base and trained may be
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What differs.
-
-    Attributes:
-        code: ``tokens.differ``, ``weights.base`` …
-        what: in words, with numbers.
-        cause, remedy, source: what is known of it; empty where nothing is.
-    """
-
-    code: str
-    what: str
-    cause: str = ""
-    remedy: str = ""
-    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,10 +58,18 @@ class Report:
 
     def as_data(self) -> dict[str, Any]:
         """As JSON data."""
-        return {**asdict(self), "same": self.same, "verdict": self.verdict}
+        numbers = {name: one if one is None or isfinite(one) else None for name, one in self.numbers.items()}
+        return {**asdict(self), "numbers": numbers, "same": self.same, "verdict": self.verdict}
 
 
-def compare(probes: Probes, target: Target, tokenizer: Any, reference: str, weights: Sequence[Finding] = ()) -> Report:
+def compare(
+    probes: Probes,
+    target: Target,
+    tokenizer: Any,
+    reference: str,
+    weights: Sequence[Finding] = (),
+    not_compared: str = "",
+) -> Report:
     """Compare a target with a result.
 
     Args:
@@ -87,11 +78,14 @@ def compare(probes: Probes, target: Target, tokenizer: Any, reference: str, weig
         tokenizer: of the result.
         reference: the result's name.
         weights: what comparing files of weights has found.
+        not_compared: why the files were not compared.
     """
     lines: list[tuple[str, str]] = []
     findings = [*_tokens(probes, target, tokenizer, lines), *_stops(probes, target, tokenizer, lines)]
     numbers: dict[str, float | None] = {}
     findings += _weights(probes, target, tokenizer, lines, numbers, weights)
+    if not_compared:
+        lines.append(("files", f"weights are not compared one by one: {not_compared}"))
     named = [_explained(one, target.kind) for one in findings]
     return Report(reference, target.name, len(probes.probes), lines, named, numbers)
 
@@ -115,12 +109,20 @@ def _tokens(probes: Probes, target: Target, tokenizer: Any, lines: list[tuple[st
         lines.append(("tokens", f"the same in {known} of {total} probes" if known else "not known"))
         return []
     lines.append(("tokens", f"differ in {len(differing)} of {total} probes"))
-    probe, found = differing[0]
-    if probes.bos is not None and found == [probes.bos, *probe.prompt]:
-        return [Finding("tokens.bos_twice", f"another {tokenizer.decode([probes.bos])!r} stands before each prompt")]
+    return [_differing(*differing[0], probes.bos, tokenizer)]
+
+
+def _differing(probe: Probe, found: list[int], bos: int | None, tokenizer: Any) -> Finding:
+    """What another rendering of a prompt differs in: BOS, or its first difference."""
+    if bos is not None and found == [bos, *probe.prompt]:
+        begins = probe.prompt[:1] == [bos]
+        code, what = ("tokens.bos_twice", "twice") if begins else ("tokens.bos_added", "where training had none")
+        return Finding(code, f"{tokenizer.decode([bos])!r} stands before each prompt {what}")
+    if [bos, *found] == probe.prompt:
+        return Finding("tokens.bos_missing", f"{tokenizer.decode([bos])!r} does not stand before the prompts")
     if not found:
-        return [Finding("tokens.differ", "it has no chat template, or its chat template refuses the conversation")]
-    return [Finding("tokens.differ", _first_difference(probe.prompt, found, tokenizer))]
+        return Finding("tokens.differ", "it has no chat template, or its chat template refuses the conversation")
+    return Finding("tokens.differ", _first_difference(probe.prompt, found, tokenizer))
 
 
 def _first_difference(ours: list[int], theirs: list[int], tokenizer: Any) -> str:
@@ -184,12 +186,13 @@ def _weights(
 def _judged(numbers: dict[str, float | None], expected: float) -> list[Finding]:
     """What the distances say."""
     to_trained, apart, place = numbers["to_trained"] or 0.0, numbers["apart"], numbers["place"]
-    if to_trained <= expected and (apart is None or apart < _NO_TRACE * expected or to_trained < apart / 4):
-        if apart is not None and apart < _NO_TRACE * expected and to_trained > (numbers["to_base"] or 0.0):
+    told = apart is not None and apart >= _NO_TRACE * expected  # trained and base can be told apart
+    if to_trained <= expected and (not told or to_trained < (apart or 0.0) / 4 or abs((place or 0.0) - 1) <= _TRAINED):
+        if apart is not None and not told and to_trained > (numbers["to_base"] or 0.0):
             what = f"trained and base are {apart:.2g} nats apart, which rounding hides"
             return [Finding("weights.unknown", f"{what}; it is nearer to the base")]
         return []
-    if apart is None or place is None or apart < _NO_TRACE * expected:
+    if apart is None or place is None or not told:
         return [Finding("weights.differ", f"{to_trained:.2g} nats a token from the trained model")]
     if abs(place) <= _BASE and (numbers["to_base"] or 0.0) < apart / 4 + expected:
         return [Finding("weights.base", "it computes the base model")]

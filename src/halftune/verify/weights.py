@@ -8,40 +8,35 @@ from typing import Any
 
 import psutil
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from halftune.config.facts.folder import read_json
-from halftune.core.log import get_logger
 from halftune.core.processes import heartbeat
-from halftune.verify.report import Finding
-from halftune.verify.targets.folder import ADAPTER, FolderTarget, base_folder, base_of, load_plain
-
-log = get_logger(__name__)
+from halftune.verify.targets import Finding
+from halftune.verify.targets.folder import ADAPTER, WEIGHTS, FolderTarget, base_folder, base_of, load_plain
 
 _SCALE = 0.1  # how far from 0 and from 1 the size of an update may be
 _ROUNDED_TWICE = 0.005  # share of a tensor's elements that are off by more than one rounding
-_ROUNDINGS, _CANCELLED = 5.0, 0.05  # last places that two roundings move, but for a share near zero, where sums cancel
+_ROUNDINGS = 5.0  # last places that several roundings move, of the value and of a usual update
+_TINY = 2.0**-24  # the smallest number of fp16: what a format between may have lost
 _ONE = 0.5 + 1e-3  # roundings of a value, in units of its last place; a tie may go either way
-_ROW = 0.8  # share of a row's elements that no second rounding moves
 _NAMED = 3
 # keys of config.json that change no number, or that other findings name
 _FREE = {"dtype", "torch_dtype", "transformers_version", "use_cache", "architectures", "_name_or_path", "vocab_size"}
-_FREE |= {
-    "tie_word_embeddings",
-    "eos_token_id",
-    "bos_token_id",
-    "pad_token_id",
-    "_attn_implementation",
-    "attention_dropout",
-}
+_FREE |= {"tie_word_embeddings", "eos_token_id", "bos_token_id", "pad_token_id", "_attn_implementation"}
+_OF_TRAINING = ("dropout", "_pdrop", "initializer_range", "aux_loss_coef", "output_router_logits")  # ends of such keys
 # keys of adapter_config.json that change what the adapter computes
 _SCALES = ("lora_alpha", "r", "use_rslora", "alpha_pattern", "rank_pattern", "use_dora", "fan_in_fan_out")
 
 
-def compare_weights(reference: Path, target: FolderTarget, base: str = "", *, quantised: bool = False) -> list[Finding]:
+def compare_weights(
+    reference: Path, target: FolderTarget, base: str = "", *, quantised: bool = False
+) -> tuple[list[Finding], str]:
     """Compare a folder's weights with a result's: an adapter's files, or the merged weights in fp32.
+
+    Also says why they were not compared one by one; empty if they were.
 
     Args:
         reference: folder of the result.
@@ -53,15 +48,13 @@ def compare_weights(reference: Path, target: FolderTarget, base: str = "", *, qu
         ModelError: the reference cannot be loaded.
     """
     if target.kind == "adapter":
-        return _of_adapters(reference, target.folder) if (reference / ADAPTER).is_file() else []
+        return _of_adapters(reference, target) if (reference / ADAPTER).is_file() else ([], "the result is no adapter")
     model = base_of(target.model)
     if quantised or getattr(model.config, "quantization_config", None) is not None:
-        log.info("weights are not compared one by one: one side is quantised")
-        return []
+        return [], "one side is quantised"
     needed = 8 * sum(one.numel() for one in model.parameters())
     if needed > psutil.virtual_memory().available:
-        log.info("weights are not compared one by one: that needs %.1f GiB of memory", needed / 2**30)
-        return []
+        return [], f"that needs {needed / 2**30:.1f} GiB of memory"
     expected, before = _expected(reference, base)
     findings = [*_of_configs(expected, model), *_of_heads(expected, model, target.absent)]
     kinds: dict[str, list[tuple[str, float]]] = defaultdict(list)
@@ -72,7 +65,7 @@ def compare_weights(reference: Path, target: FolderTarget, base: str = "", *, qu
             continue
         kind, size = _judged(theirs[name].cpu(), tensor, before.get(name))
         kinds[kind].append((name, size))
-    return findings + _findings(kinds, len(before), model)
+    return findings + _findings(kinds, len(before), model), ""
 
 
 def _expected(reference: Path, base: str) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -85,7 +78,12 @@ def _expected(reference: Path, base: str) -> tuple[Any, dict[str, torch.Tensor]]
     before = dict(plain.cpu().state_dict())
     merged: Any = loaded.merge_and_unload()  # pyright: ignore[reportCallIssue]
     after = merged.state_dict()
-    return merged, {name: one for name, one in before.items() if name in after and not one.equal(after[name])}
+    return merged, {name: one for name, one in before.items() if _changed(one, after.get(name))}
+
+
+def _changed(before: torch.Tensor, after: torch.Tensor | None) -> bool:
+    """Whether training moved a weight; False for one with new rows, whose update has no size."""
+    return after is not None and before.shape == after.shape and not before.equal(after)
 
 
 def _of_configs(expected: Any, model: Any) -> list[Finding]:
@@ -94,7 +92,7 @@ def _of_configs(expected: Any, model: Any) -> list[Finding]:
     changed = [
         f"{key} is {theirs.get(key)} instead of {ours.get(key)}"
         for key in sorted(ours.keys() | theirs.keys())
-        if key not in _FREE and ours.get(key) != theirs.get(key)
+        if key not in _FREE and not key.endswith(_OF_TRAINING) and ours.get(key) != theirs.get(key)
     ]
     return [Finding("weights.config", ", ".join(changed))] if changed else []
 
@@ -121,11 +119,11 @@ def _judged(theirs: torch.Tensor, ours: torch.Tensor, base: torch.Tensor | None)
     theirs_32 = theirs.float()
     apart = (theirs_32 - ours).abs()
     places = _last_place(ours, theirs.dtype)
-    beyond = (apart > _ONE * places).float()
-    lost = ours.ndim > 1 and bool((beyond.mean(-1) > _ROW).any())  # some rows of embeddings, for example
-    if float(beyond.mean()) <= _ROUNDED_TWICE:
-        return ("other", 0.0) if lost else ("same", 1.0)
-    if _turned(theirs_32, ours, places):
+    allowed = _allowed(ours, base, theirs.dtype)
+    near = bool((apart <= allowed).all())  # false for NaN
+    if near and float((apart > _ONE * places).float().mean()) <= _ROUNDED_TWICE:
+        return "same", 1.0
+    if _turned(theirs_32, ours, allowed):
         return "transposed", 0.0
     if base is not None:
         moved, wanted = (theirs_32 - base).flatten().double(), (ours - base).flatten().double()
@@ -136,15 +134,23 @@ def _judged(theirs: torch.Tensor, ours: torch.Tensor, base: torch.Tensor | None)
                 return "base", size
             if abs(size - 1) > _SCALE:
                 return "scaled", size
-    return ("rounded", 1.0) if _near(theirs_32, ours, _ROUNDINGS * places) else ("other", 0.0)
+    return ("rounded", 1.0) if near else ("other", 0.0)
 
 
-def _turned(theirs: torch.Tensor, ours: torch.Tensor, places: torch.Tensor) -> bool:
+def _allowed(ours: torch.Tensor, base: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """How far several roundings move each value: of the base's weight, of the update, and of their sum."""
+    largest, update = ours.abs(), 0.0
+    if base is not None:
+        largest, update = largest.maximum(base.abs()), float((ours - base).square().mean().sqrt())
+    return (_ROUNDINGS * (_last_place(largest, dtype) + torch.finfo(dtype).eps * update)).clamp(min=_TINY)
+
+
+def _turned(theirs: torch.Tensor, ours: torch.Tensor, allowed: torch.Tensor) -> bool:
     """Whether a square matrix is transposed, or both halves of one: gate and up of experts."""
     if ours.ndim < 2 or ours.shape[-2] not in (ours.shape[-1], 2 * ours.shape[-1]):
         return False
-    halves = [one.split(ours.shape[-1], -2) for one in (theirs, ours, places)]
-    return all(_near(one.transpose(-1, -2), own, allowed) for one, own, allowed in zip(*halves, strict=True))
+    halves = [one.split(ours.shape[-1], -2) for one in (theirs, ours, allowed)]
+    return all(bool(((one.transpose(-1, -2) - own).abs() <= far).all()) for one, own, far in zip(*halves, strict=True))
 
 
 def _last_place(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -152,10 +158,6 @@ def _last_place(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     limits = torch.finfo(dtype)
     _, exponent = torch.frexp(values.abs().clamp(min=limits.smallest_normal))
     return torch.ldexp(torch.full_like(values, limits.eps), exponent - 1)
-
-
-def _near(theirs: torch.Tensor, ours: torch.Tensor, allowed: torch.Tensor) -> bool:
-    return bool(((theirs - ours).abs() <= allowed).float().mean() > 1 - _CANCELLED)
 
 
 def _findings(kinds: dict[str, list[tuple[str, float]]], adapted: int, model: Any) -> list[Finding]:
@@ -185,18 +187,22 @@ def _findings(kinds: dict[str, list[tuple[str, float]]], adapted: int, model: An
     return found
 
 
-def _of_adapters(reference: Path, target: Path) -> list[Finding]:
-    """Settings and tensors of two adapters."""
-    ours, theirs = read_json(reference / ADAPTER), read_json(target / ADAPTER)
+def _of_adapters(reference: Path, target: FolderTarget) -> tuple[list[Finding], str]:
+    """Settings and tensors of two adapters; a tensor for which peft makes no module counts as missing."""
+    ours, theirs = read_json(reference / ADAPTER), read_json(target.folder / ADAPTER)
     changed = [
         f"{key} is {theirs.get(key)} instead of {ours.get(key)}" for key in _SCALES if ours.get(key) != theirs.get(key)
     ]
     found = [Finding("weights.beyond", ", ".join(changed))] if changed else []
     try:
-        first, second = (load_file(folder / "adapter_model.safetensors") for folder in (reference, target))
+        first, second = (load_file(folder / WEIGHTS) for folder in (reference, target.folder))
     except (OSError, SafetensorError):
-        log.info("the adapters' files are not compared: one is no adapter_model.safetensors")
-        return found
+        return found, f"one has no {WEIGHTS}"
+    prefix = str(target.model.base_model.prefix)  # lora_
+    used = get_peft_model_state_dict(target.model, save_embedding_layers=False).keys()
+    second = {name: one for name, one in second.items() if prefix not in name or name in used}
+    if more := sorted(second.keys() - first.keys()):
+        found.append(Finding("weights.differ", f"{len(more)} tensors of another adapter: {_first(more)}"))
     if missing := sorted(first.keys() - second.keys()):
         what = f"{len(missing)} of {len(first)} tensors of the adapter are missing: {_first(missing)}"
         found.append(Finding("weights.between", what))
@@ -208,7 +214,7 @@ def _of_adapters(reference: Path, target: Path) -> list[Finding]:
     if other:
         what = f"{len(other)} of {len(first)} tensors of the adapter differ: {_first(other)}"
         found.append(Finding("weights.differ", what))
-    return found
+    return found, ""
 
 
 def _first(names: list[str]) -> str:

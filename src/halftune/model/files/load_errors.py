@@ -18,6 +18,7 @@ LOAD_ERRORS = (
     ImportError,
     AssertionError,
     SafetensorError,
+    StrictDataclassError,
 )
 # Exceptions of rendering a chat template, which is a program.
 TEMPLATE_ERRORS = (

@@ -32,6 +32,23 @@ class Seen:
     texts: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Finding:
+    """What differs.
+
+    Attributes:
+        code: ``tokens.differ``, ``weights.base`` …
+        what: in words, with numbers.
+        cause, remedy, source: what is known of it; empty where nothing is.
+    """
+
+    code: str
+    what: str
+    cause: str = ""
+    remedy: str = ""
+    source: str = ""
+
+
 class Target(Protocol):
     """A model that is served or stored somewhere.
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 from peft import PeftModel
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from halftune.config.facts.folder import read_json
@@ -23,7 +24,7 @@ from halftune.verify.measure import score
 from halftune.verify.probes import Probe, Probes
 from halftune.verify.targets import Seen
 
-ADAPTER = "adapter_config.json"
+ADAPTER, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 class FolderTarget:
@@ -95,6 +96,7 @@ def _quantised(config: Any) -> str:
     return "fp8" if "float8" in text.lower() else "int8"
 
 
+_PEFT = "base_model.model."  # stands before the names of weights in an adapter's file
 _FORMATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -120,6 +122,7 @@ def load_plain(folder: Path, base: str = "", dtype: Any = "auto") -> tuple[Any, 
         with no_progress_bars(), ignore_peft_warnings():
             if (folder / ADAPTER).is_file():
                 whole, absent = load_plain(base_folder(folder, base), dtype=dtype)
+                _grow(whole, folder / WEIGHTS)
                 return PeftModel.from_pretrained(whole, str(folder)).eval(), absent
             named = (AutoConfig.from_pretrained(str(folder)).architectures or [""])[0]  # also of towers
             kind: Any = getattr(transformers, named, AutoModelForCausalLM)
@@ -129,6 +132,18 @@ def load_plain(folder: Path, base: str = "", dtype: Any = "auto") -> tuple[Any, 
         remedy = "check the folder; name the base model of an adapter with --base"
         raise ModelError(what, where=str(folder), remedy=remedy, code="verify.target_unusable") from error
     return model.to(device).eval(), sorted({*told["missing_keys"], *(key for key, *_ in told["mismatched_keys"])})
+
+
+def _grow(model: Any, adapter: Path) -> None:
+    """Give the base model as many rows as an adapter with added tokens brings; peft leaves that to its user."""
+    embedding = model.get_input_embeddings().weight
+    names = {name for name, one in model.named_parameters(remove_duplicate=False) if one is embedding}
+    if not adapter.is_file():
+        return
+    with safe_open(adapter, "pt") as file:
+        shapes = [file.get_slice(key).get_shape() for key in file.keys() if key.removeprefix(_PEFT) in names]  # noqa: SIM118
+    if shapes and shapes[0][0] != len(embedding):
+        model.resize_token_embeddings(shapes[0][0], mean_resizing=False)
 
 
 def base_folder(adapter: Path, base: str = "") -> Path:

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import AutoConfig
 
 from halftune.core.errors import ModelError
 from halftune.core.optional import need
 from halftune.core.processes import heartbeat
+from halftune.model.files.load_errors import LOAD_ERRORS
 from halftune.verify.draw import render
 from halftune.verify.probes import TOP, Probe, Probes
-from halftune.verify.targets import Seen
+from halftune.verify.targets import Finding, Seen
 
 _ROOM = 64  # tokens beyond the longest probe
 _TYPES = {0: "fp32", 1: "fp16", 2: "q4", 7: "q8_0", 15: "q4", 32: "bf16"}  # llama.cpp's general.file_type
@@ -48,6 +50,30 @@ class GgufTarget:
         self.metadata: dict[str, str] = self._llama.metadata
         kind = self.metadata.get("general.file_type", "")
         self.format = _TYPES.get(int(kind), "q4") if kind.isdigit() else ""
+
+    def settings(self, folder: Path, base: str) -> list[Finding]:
+        """What the file's settings change in the numbers, as far as llama.cpp tells them: 6 decimals.
+
+        Args:
+            folder: of the result.
+            base: its base model, which has the ``config.json`` of an adapter.
+        """
+        try:
+            config: Any = AutoConfig.from_pretrained(folder if (folder / "config.json").is_file() else base)
+        except LOAD_ERRORS:
+            return []
+        config, kind = config.get_text_config(), self.metadata.get("general.architecture", "")
+        ours = {
+            "rope.freq_base": (getattr(config, "rope_parameters", None) or {}).get("rope_theta"),
+            "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None),
+        }
+        theirs = {name: self.metadata.get(f"{kind}.{name}") for name in ours}
+        changed = [
+            f"{name} is {theirs[name]} instead of {one:g}"
+            for name, one in ours.items()
+            if one is not None and theirs[name] is not None and abs(float(theirs[name] or 0) - one) > 1e-6 + 1e-4 * one
+        ]
+        return [Finding("weights.config", ", ".join(changed))] if changed else []
 
     def tokens(self, probe: Probe, probes: Probes, tokenizer: Any) -> list[int] | None:
         """See ``Target``: as llama.cpp's chat does, which adds BOS where the file says so."""

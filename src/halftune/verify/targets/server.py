@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Sequence
+from datetime import date, timedelta
 from itertools import takewhile
 from typing import Any
 
@@ -12,12 +14,14 @@ import httpx
 
 from halftune.core.errors import ModelError
 from halftune.core.processes import heartbeat
+from halftune.verify.draw import render
 from halftune.verify.probes import TOP, Probe, Probes
 from halftune.verify.targets import Seen
 
 _SECONDS = 120.0  # for one request
 _BODY = 32 << 20  # bytes of an answer
 _STOPS_TRIED = 4
+_CHAT = "/v1/chat/completions"
 _BEYOND = 8  # tokens after an answer, in which a server shows that it does not stop
 _ROUNDING = 0.01  # a log-probability is at most 0
 
@@ -61,9 +65,18 @@ class ServerTarget:
         )
 
     def tokens(self, probe: Probe, probes: Probes, tokenizer: Any) -> list[int] | int | None:
-        """See ``Target``. By the server's tokenizer where it answers ``/tokenize``; else the number it counts."""
+        """See ``Target``. By the server's tokenizer where it tells of it; else the number it counts."""
         if probe.messages is None:
             return None
+        found = self._rendered(probe, probes)
+        if found not in (None, probe.prompt, len(probe.prompt)):  # the template may print the date: that of training
+            for day in (date.today() + timedelta(days=apart) for apart in (0, -1, 1)):  # the server's day
+                made = render(tokenizer, probe.messages, probe.tools, probes.variables, day.isoformat())
+                if made and found in (made[1], len(made[1])):
+                    return probe.prompt
+        return found
+
+    def _rendered(self, probe: Probe, probes: Probes) -> list[int] | int | None:
         asked: dict[str, Any] = {"messages": probe.messages, "chat_template_kwargs": probes.variables}
         asked |= {"tools": probe.tools} if probe.tools else {}
         if (made := self._try("/apply-template", asked)) and isinstance(text := made.get("prompt"), str):  # llama.cpp
@@ -71,24 +84,33 @@ class ServerTarget:
             return _ids(made)
         if ids := _ids(self._try("/tokenize", {**asked, "model": self.model, "add_generation_prompt": True})):
             return ids
-        found = self._call("/v1/chat/completions", {**asked, "model": self.model, "max_tokens": 1, "temperature": 0})
+        asked |= {"model": self.model, "max_tokens": 1, "temperature": 0}
+        found = self._try(_CHAT, {**asked, "return_token_ids": True}) or self._call(_CHAT, asked)
+        try:
+            told = found.get("prompt_token_ids") or found["choices"][0].get("prompt_token_ids")
+            if ids := _ids({"tokens": told}):
+                return ids
+        except (AttributeError, LookupError, TypeError):
+            pass
         try:
             return int(found["usage"]["prompt_tokens"])
         except (TypeError, LookupError, ValueError, OverflowError):
             return None
 
     def stops(self, probes: Probes, tokenizer: Any) -> set[int] | None:
-        """See ``Target``. Judged by greedy answers that begin as the probe's."""
-        found: set[int] | None = None
-        for probe in [one for one in probes.probes if one.ended][:_STOPS_TRIED]:
+        """See ``Target``. Judged by greedy answers that begin as the probe's; one without such an answer passes."""
+        found, failed = set[int](), set[int]()
+        ended: dict[int, list[Probe]] = defaultdict(list)
+        for one in probes.probes:
+            if one.ended:
+                ended[one.answer[-1]].append(one)
+        for probe in [one for some in ended.values() for one in some[:_STOPS_TRIED]]:
             choice = self._complete(probe.prompt, len(probe.answer) + _BEYOND)
             text, expected = str(choice.get("text", "")), str(tokenizer.decode(probe.answer, skip_special_tokens=True))
             if not text.strip().startswith(expected.strip()):
                 continue  # another answer says nothing of its end
-            found = found or set()
-            if choice.get("finish_reason") == "stop":
-                found.add(probe.answer[-1])
-        return found
+            (found if choice.get("finish_reason") == "stop" else failed).add(probe.answer[-1])
+        return found | (ended.keys() - failed) if found or failed else None
 
     def see(self, probes: Sequence[Probe], tokenizer: Any) -> Seen:
         """See ``Target``. Scores the answer behind the prompt where the server can; else follows its own answer."""

@@ -72,6 +72,9 @@ def _result(target: str) -> Path:
     from halftune.verify.probes import PROBES
 
     folder = Path(os.path.expanduser(target))
+    if (folder / "checkpoint.json").is_file():
+        what, remedy = "a checkpoint has no probes", f"halftune export {target} --output DIR, then --reference DIR"
+        raise ConfigError(what, where=target, remedy=remedy, code="verify.no_reference")
     if (folder / PROBES).is_file():
         check_written(folder, thorough=True)
         return folder
@@ -81,7 +84,7 @@ def _result(target: str) -> Path:
 def _compared(reference: Reference, args: argparse.Namespace) -> Report:
     from halftune.verify.report import compare
 
-    against, weights = args.against, []
+    against, weights, skipped = args.against, [], ""
     target: Target
     if against.startswith(("http://", "https://")):
         from halftune.verify.targets.server import ServerTarget
@@ -91,13 +94,16 @@ def _compared(reference: Reference, args: argparse.Namespace) -> Report:
         from halftune.verify.targets.gguf import GgufTarget
 
         target = GgufTarget(file, reference.probes)
+        weights = target.settings(reference.folder, reference.base)
     else:
         from halftune.verify.targets.folder import FolderTarget
         from halftune.verify.weights import compare_weights
 
         target = FolderTarget(_existing(against), reference.base if args.base else "")
-        weights = compare_weights(reference.folder, target, args.base, quantised=bool(reference.probes.weights))
-    return compare(reference.probes, target, reference.tokenizer, str(reference.folder), weights)
+        weights, skipped = compare_weights(
+            reference.folder, target, args.base, quantised=bool(reference.probes.weights)
+        )
+    return compare(reference.probes, target, reference.tokenizer, str(reference.folder), weights, skipped)
 
 
 def _existing(against: str) -> Path:
@@ -105,7 +111,7 @@ def _existing(against: str) -> Path:
     if not path.exists():
         remedy = "name a folder, a .gguf file, or an address that begins with http://"
         raise ConfigError("no such file or folder", where=against, remedy=remedy, code="verify.target_unusable")
-    return path
+    return path / "final" if (path / "resolved.yaml").is_file() else path  # of a run: its result
 
 
 def _is_quantised(against: str) -> bool:
