@@ -20,7 +20,9 @@ EXTRACTOR = {
     "hop_length": 160, "n_fft": 400, "chunk_length": 2, "padding_value": 0.0, "return_attention_mask": True,
 }  # fmt: skip
 _AUDIO = "{% if p.type == 'audio' %}<|audio>SOUND<audio|>{% elif p.type == 'image' %}"
-KINDS = ("qwen2_5_omni_thinker", "qwen2_audio")
+KINDS = ("qwen2_5_omni_thinker", "qwen2_audio", "qwen3_omni_moe_thinker")
+# A chunk of 100 frames lasts 0.25 s, less than the shortest sound: see docs/reference/multimodal.md, limits.
+OTHER = {"qwen3_omni_moe_thinker": {"hop_length": 40, "n_fft": 100}}
 
 
 def audio_model(folder: Path, kind: str) -> Path:
@@ -31,7 +33,7 @@ def audio_model(folder: Path, kind: str) -> Path:
     else:
         image_model(folder, kind)
         images = json.loads((folder / "preprocessor_config.json").read_text())
-        (folder / "preprocessor_config.json").write_text(json.dumps({**images, **EXTRACTOR}))
+        (folder / "preprocessor_config.json").write_text(json.dumps({**images, **EXTRACTOR, **OTHER.get(kind, {})}))
     for name in ("tokenizer_config.json", "chat_template.jinja"):
         file = folder / name
         if file.exists():

@@ -43,6 +43,11 @@ _CHATML = (
     "{% for p in m.content %}{% if p.type == 'image' %}IMAGE{% else %}{{ p.text }}{% endif %}{% endfor %}"
     "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+_OMNI_TOKENS = {
+    "image_token": "<|image_pad|>", "audio_token": "<|audio|>", "video_token": "<|video_pad|>",
+    "vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>",
+    "audio_bos_token": "<|audio>", "audio_eos_token": "<audio|>",
+}  # fmt: skip
 # kind: config, image processor, processor, placeholder in the template, named tokens
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, dict[str, str]]] = {
     **{
@@ -73,10 +78,15 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, dict
          "vision_config": {**_QWEN_TOWER, "hidden_size": 16, "out_hidden_size": 32, "window_size": 16},
          "audio_config": {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 24,
                           "output_dim": 32, "num_mel_bins": 16, "n_window": 10, "max_source_positions": 300}},
-        _QWEN_IMAGES, {}, "<|vision_start|><|image_pad|><|vision_end|>",
-        {"image_token": "<|image_pad|>", "audio_token": "<|audio|>", "video_token": "<|video_pad|>",
-         "vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>",
-         "audio_bos_token": "<|audio>", "audio_eos_token": "<audio|>"},
+        _QWEN_IMAGES, {}, "<|vision_start|><|image_pad|><|vision_end|>", _OMNI_TOKENS,
+    ),
+    "qwen3_omni_moe_thinker": (
+        {"text_config": {**_TEXT, **_EXPERTS, "rope_parameters": {**_ROPE, "mrope_interleaved": True}},
+         "vision_config": {**_QWEN3_TOWER, "deepstack_visual_indexes": [0]},
+         "audio_config": {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 24,
+                          "output_dim": 32, "num_mel_bins": 16, "n_window_infer": 200,
+                          "downsample_hidden_size": 4, "max_source_positions": 300}},
+        _QWEN_IMAGES, {}, "<|vision_start|><|image_pad|><|vision_end|>", _OMNI_TOKENS,
     ),
     "paddleocr_vl": (
         {"text_config": {**_TEXT, "rope_parameters": _ROPE, "tie_word_embeddings": False}, "vision_config": {

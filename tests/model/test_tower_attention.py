@@ -16,7 +16,7 @@ import torch
 from standins.flash import flash_attn_installed
 from tiny_audio import write_sound
 from tiny_images import ROWS, image_model, write_rows
-from tiny_omni import omni_model
+from tiny_omni import CLASSES, omni_model
 
 from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
@@ -52,9 +52,9 @@ HEARD = {
 
 
 def recipe(folder: Path, kind: str, compute: str, adapter: str = "lora") -> tuple[Any, Plan]:
-    model, hears = folder / "model", kind == "qwen2_5_omni"
+    model, hears = folder / "model", kind in CLASSES
     if not model.exists():
-        omni_model(model, torch.bfloat16) if hears else image_model(model, kind)
+        omni_model(model, torch.bfloat16, kind) if hears else image_model(model, kind)
         write_rows(folder, [*ROWS, HEARD] if hears else ROWS)
         for name in HEARD["audios"]:
             write_sound(folder / name, float(Path(name).stem))
@@ -93,7 +93,7 @@ def step(run: Any, plan: Plan, flash: ModuleType) -> torch.nn.Module:
 
 @pytest.mark.parametrize("adapter", ["lora", "none"])
 @pytest.mark.parametrize("compute", HALF)
-@pytest.mark.parametrize("kind", ["qwen2_5_omni", "qwen2_5_vl"])
+@pytest.mark.parametrize("kind", [*CLASSES, "qwen2_5_vl"])
 def test_towers_call_the_plans_kernel_in_the_plans_format(
     flash: ModuleType, kind: str, compute: str, adapter: str, tmp_path: Path
 ) -> None:
@@ -101,7 +101,7 @@ def test_towers_call_the_plans_kernel_in_the_plans_format(
     assert plan.attention.softmax.value == "fa2"
     model = step(run, plan, flash)
     assert {dtypes for _, dtypes in flash.calls} == {(HALF[compute],) * 3}
-    towers = {"visual", "audio_tower"} if kind == "qwen2_5_omni" else {"visual"}
+    towers = {"visual", "audio_tower"} if kind in CLASSES else {"visual"}
     assert Counter(name for name, _ in flash.calls) == {
         "flash_attn_varlen_func": 2 + len(towers)
     }  # two layers, each one

@@ -14,6 +14,7 @@ import torch
 from tiny_audio import EXTRACTOR, KINDS, ROWS, audio_model, heard, write_rows, write_sound
 from transformers import (
     AutoFeatureExtractor,
+    AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
     AutoTokenizer,
     Qwen2AudioProcessor,
@@ -24,6 +25,8 @@ from halftune.config.facts.media import AUDIO_FAMILIES, REFUSED, check_processor
 from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
 from halftune.core.errors import ConfigError, DataError, ModelError, PlanError
+from halftune.data.media.audio import AudioProcessor
+from halftune.data.media.reference import BadMedia, MediaRef
 from halftune.data.media.sound import header, samples
 from halftune.data.pipeline import prepare
 from halftune.data.preflight import validate_data
@@ -94,7 +97,7 @@ def test_loss_and_gradients_are_transformers(kind: str, adapter: str, packing: b
     (batch,) = feed.micro_batches(feed.rows(0))
     assert len(batch.examples) == len(ROWS)
     assert ("seq_idx" in batch.tokens) == packing
-    model = attach_adapter(load_model(loaded.run.model, plan), loaded.run.adapter, plan, 0)
+    model: Any = attach_adapter(load_model(loaded.run.model, plan), loaded.run.adapter, plan, 0)
     for name, one in model.named_parameters():
         if "lora_B" in name:
             one.data.normal_(std=0.3)
@@ -105,10 +108,11 @@ def test_loss_and_gradients_are_transformers(kind: str, adapter: str, packing: b
     assert not [name for name in ours if "audio" in name or "visual" in name or "projector" in name]
     if adapter == "none":
         auto: Any = AutoModelForMultimodalLM
-        if kind == "qwen2_5_omni_thinker":
-            from transformers import Qwen2_5OmniThinkerForConditionalGeneration as auto
+        if kind.endswith("thinker"):
+            auto = AutoModelForImageTextToText
         model = auto.from_pretrained(tmp_path / "model", dtype=torch.float32).train()
     model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")
     expected, _ = plain(model, feed, batch.examples, tmp_path)
     assert abs(float(loss.detach()) - expected) < 1e-5 * expected
     _, exact = plain(model.double(), feed, batch.examples, tmp_path)
@@ -121,20 +125,18 @@ def test_loss_and_gradients_are_transformers(kind: str, adapter: str, packing: b
 def plain(model: Any, feed: Feed, examples: Any, folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of transformers' forward pass on each sample alone, with its own extractor's features."""
     model.zero_grad()
-    total, extract = torch.zeros(()), AutoFeatureExtractor.from_pretrained(folder / "model")
+    total = torch.zeros(())
     for index in examples:
         segment = feed.split.example(index).segments[0]
         ids = torch.from_numpy(segment.input_ids.astype("int64"))[None]
         given: dict[str, torch.Tensor] = {}
         if waves := [sound(folder / name) for name in ROWS[index]["audios"]]:
-            made = extract(waves, sampling_rate=16_000, padding="max_length", return_attention_mask=True,
-                           return_tensors="pt")  # fmt: skip
-            given = {"input_features": made["input_features"].to(next(model.parameters()).dtype),
-                     "feature_attention_mask": made["attention_mask"]}  # fmt: skip
-            lengths = made["attention_mask"].sum(-1)
-            wanted = int((((lengths - 1) // 2 + 1 - 2) // 2 + 1).sum())
-            token = load_tokenizer_id(folder)
-            assert int((ids == token).sum()) == wanted
+            audio: Any = feed.images.audio  # type: ignore[union-attr]
+            text = audio._own.tokenizer.apply_chat_template(messages(ROWS[index]), tokenize=False)
+            made = audio._own(text=[text], audio=waves, sampling_rate=16_000, return_tensors="pt")
+            assert torch.equal(ids, made["input_ids"])
+            given = {name: made[name] for name in ("input_features", audio._family.mask)}
+            given["input_features"] = given["input_features"].to(next(model.parameters()).dtype)
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **given).logits[0, :-1]
         labels = torch.from_numpy(segment.labels.astype("int64"))[1:]
         total = total + torch.nn.functional.cross_entropy(logits, labels, ignore_index=NO_LABEL, reduction="sum")
@@ -144,8 +146,51 @@ def plain(model: Any, feed: Feed, examples: Any, folder: Path) -> tuple[float, d
     }
 
 
+def messages(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The conversation of a row as chat templates take it."""
+    found = []
+    for turn in row["messages"]:
+        pieces = turn["content"].replace("<audio>", "\0<audio>\0").split("\0")
+        parts = [{"type": "audio"} if one == "<audio>" else {"type": "text", "text": one} for one in pieces if one]
+        found.append({**turn, "content": parts})
+    return found
+
+
 def load_tokenizer_id(folder: Path) -> int:
     return AutoTokenizer.from_pretrained(folder / "model").convert_tokens_to_ids("<|audio|>")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_counted_as_by_the_processor(kind: str, tmp_path: Path) -> None:
+    """Lengths of one and of two sounds, in samples, around the ends of frames, tokens and windows."""
+    audio_model(tmp_path, kind)
+    audio: Any = AudioProcessor(str(tmp_path), kind, AutoTokenizer.from_pretrained(tmp_path), None)
+    longest = int(16_000 * min(audio._seconds, 4.5))
+    hop, draw = getattr(audio._extractor, "hop_length", 640), np.random.default_rng()
+    edges = [hop * frames + more for frames in (8, 12, 16, 99, 100, 101) for more in (-1, 0, 1)]
+    edges += [16_000 * 2 + more for more in (-hop, -1, 0, 1, hop)] + [longest - 1, longest]
+    lengths = [one for one in [*edges, *draw.integers(hop * 20, longest, 20).tolist()] if one <= longest]
+    rows = [[one] for one in lengths]
+    if not audio._family.single:
+        rows += [sorted(pair, key=lambda _: draw.random()) for pair in zip(lengths, lengths[::-1], strict=True)]
+    for row in rows:
+        refs = [MediaRef(0, 0, "", frames=one, rate=16_000) for one in row]
+        waves = [np.zeros(one, np.float32) for one in row]
+        expected = audio._own._process_audio(waves, **audio._options)[1]
+        if min(one.count(audio.token) for one in expected) < 2:
+            with pytest.raises(BadMedia):
+                audio.texts(refs)
+        else:
+            assert audio.texts(refs) == expected, row
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rotary_tables_of_towers_stay_fp32(kind: str, tmp_path: Path) -> None:
+    loaded, plan = recipe(tmp_path, kind, precision="bf16")
+    model = load_model(loaded.run.model, plan)
+    tables = {name: one.dtype for name, one in model.named_buffers() if "inv_freq" in name}
+    assert set(tables.values()) == {torch.float32}
+    assert torch.bfloat16 in {one.dtype for one in model.parameters()}
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -246,7 +246,8 @@ def alone(model: Any, batch: Any, feed: Any, images: Any, folder: Path) -> tuple
             body = getattr(model, "get_base_model", lambda: model)().model
             grids = {"image_grid_thw": arguments["image_grid_thw"], **images.token_types(ids)}
             where = batch.tokens["seq_idx"][0] == batch.examples.index(index)
-            assert torch.equal(batch.tokens["position_ids"][1:, :, where], body.get_rope_index(ids, **grids)[0])
+            expected = body.get_rope_index(ids, attention_mask=mask, **grids)[0].long()  # Qwen3-Omni's are floats
+            assert torch.equal(batch.tokens["position_ids"][1:, :, where], expected)
         labels = torch.from_numpy(segment.labels.astype("int64"))[1:]
         total = total + torch.nn.functional.cross_entropy(logits, labels, ignore_index=NO_LABEL, reduction="sum")
     total.backward()

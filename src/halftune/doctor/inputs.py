@@ -9,6 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 ROWS, TOKENS = 2, 32
+_OMNI = ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
 _QWEN_VL = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm46v")
 
 
@@ -19,7 +20,7 @@ def inputs_for(config: PretrainedConfig, *, images: bool = True) -> dict[str, An
 
     Args:
         config: of the model.
-        images: whether the run trains on images or audio; Qwen2.5-Omni's towers are always traced.
+        images: whether the run trains on images or audio; Qwen-Omni's towers are always traced.
     """
     make = _MAKERS.get(config.model_type, _text)
     return _text(config) if make in (_qwen_vl, _qwen_audio) and not images else make(config)
@@ -28,7 +29,7 @@ def inputs_for(config: PretrainedConfig, *, images: bool = True) -> dict[str, An
 def untraced_towers(config: PretrainedConfig, *, images: bool) -> str:
     """Why the towers of a model are not traced, as a clause; empty if they are, or if it has none."""
     towers = [name for name in ("vision_config", "audio_config") if vars(config).get(name) is not None]
-    if not towers or config.model_type == "qwen2_5_omni_thinker":
+    if not towers or config.model_type in _OMNI:
         return ""
     if not images:
         return "the run has no images or audio"
@@ -45,7 +46,7 @@ def _qwen_omni(config: PretrainedConfig) -> dict[str, Any]:
     vision, audio = config.vision_config, config.audio_config
     merged = 16 // vision.spatial_merge_size**2
     frames = 200
-    heard = _heard(frames)
+    heard = 26 if config.model_type == "qwen3_omni_moe_thinker" else _heard(frames)
     patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     named, text = config.to_dict(), _plain_ids(config)
     edges = [named.get(f"{kind}_{end}_token_id") or 5 for kind in ("vision", "audio") for end in ("start", "end")]
@@ -106,7 +107,7 @@ def _qwen_audio(config: PretrainedConfig) -> dict[str, Any]:
 
 
 _MAKERS: dict[str, Callable[[PretrainedConfig], dict[str, Any]]] = {
-    "qwen2_5_omni_thinker": _qwen_omni,
+    **dict.fromkeys(_OMNI, _qwen_omni),
     "qwen2_audio": _qwen_audio,
     **dict.fromkeys(_QWEN_VL, _qwen_vl),
 }

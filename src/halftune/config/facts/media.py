@@ -16,7 +16,6 @@ from halftune.core.errors import DataError
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _LONGEST = 1 << 14  # pixels of a side that images are scaled to
 _QWEN = ("pixel_values", "image_grid_thw")
-INPUTS = ("input_features", "feature_attention_mask")
 # Why a model type that hears is not in the table.
 REFUSED = {
     "voxtral": "mistral-common writes its prompts as token ids; it has no chat template that places audio",
@@ -28,7 +27,7 @@ Tower = Literal["vision", "audio", "projector"]
 TOWERS: tuple[Tower, ...] = ("vision", "audio", "projector")
 _PROJECTOR = re.compile(
     r"(^|\.)(multi_modal_projector|connector|projector|embed_vision|embed_audio|image_newline|merger"
-    r"|deepstack_merger_list|audio_tower\.proj)(\.|$)"
+    r"|(deepstack_)?merger_list|audio_tower\.proj[12]?)(\.|$)"
 )
 _AUDIO = re.compile(r"(^|\.)audio")
 
@@ -71,6 +70,7 @@ IMAGE_FAMILIES = {
     "glm4v": ImageFamily("Glm4vProcessor", "count", _QWEN, "mm_token_type_ids"),
     "glm46v": ImageFamily("Glm46VProcessor", "count", _QWEN, "mm_token_type_ids"),
     "qwen2_5_omni_thinker": ImageFamily("Qwen2_5OmniProcessor", "count", _QWEN),
+    "qwen3_omni_moe_thinker": ImageFamily("Qwen3OmniMoeProcessor", "count", _QWEN),
     "paddleocr_vl": ImageFamily("PaddleOCRVLProcessor", "size", _QWEN, "mm_token_type_ids"),
     "gemma3": ImageFamily("Gemma3Processor", "fixed", ("pixel_values",), "token_type_ids", two_way=True),
     "gemma4": ImageFamily(
@@ -91,20 +91,32 @@ TOWERS_WITH_BOUNDS = frozenset(kind for kind, family in IMAGE_FAMILIES.items() i
 
 @dataclass(frozen=True)
 class AudioFamily:
-    """How a model type takes audio. All take log-mel features and their mask, and two strided convolutions follow.
+    """How a model type takes audio: features and their mask.
 
     Attributes:
         processor: name of its class in transformers.
-        padded: the encoder takes features of the extractor's full length only; else of the longest sound.
+        rule: how many tokens stand for a sound: a key of ``RULES`` in ``data/media/audio_tokens.py``.
+        mask: argument of the forward pass that marks features.
+        seconds: the longest sound; 0: the feature extractor's ``chunk_length``.
+        trimmed: features end with the longest sound; else the encoder takes them as the extractor pads them.
+        bounded: the processor writes tokens before and after a sound, else the chat template.
+        single: the processor takes one sound of a row.
     """
 
     processor: str
-    padded: bool = False
+    rule: str
+    mask: str = "feature_attention_mask"
+    seconds: float = 0
+    trimmed: bool = False
+    bounded: bool = False
+    single: bool = False
 
 
 AUDIO_FAMILIES = {
-    "qwen2_5_omni_thinker": AudioFamily("Qwen2_5OmniProcessor"),
-    "qwen2_audio": AudioFamily("Qwen2AudioProcessor", padded=True),
+    "qwen2_5_omni_thinker": AudioFamily("Qwen2_5OmniProcessor", "pooled", trimmed=True),
+    # 40 minutes: Qwen3-Omni, arXiv:2509.17765, section 2.1
+    "qwen3_omni_moe_thinker": AudioFamily("Qwen3OmniMoeProcessor", "chunks", seconds=2400),
+    "qwen2_audio": AudioFamily("Qwen2AudioProcessor", "pooled"),
 }
 
 

@@ -167,14 +167,16 @@ class MediaProcessor:
             self._own.valid_processor_kwargs, tokenizer_init_kwargs=self._own.tokenizer.init_kwargs
         )["images_kwargs"]
 
-    def text(self, ref: MediaRef) -> str:
-        """The text that stands for an image or a sound.
+    def texts(self, refs: Sequence[MediaRef]) -> list[str]:
+        """The texts that stand for the images and sounds of a conversation, in order.
 
         Raises:
-            BadMedia: the processor refuses its size.
+            BadMedia: the processor refuses a size or a length.
         """
-        if self.audio is not None and ref.is_audio:
-            return self.audio.text(ref)
+        sounds = iter(self.audio.texts([ref for ref in refs if ref.is_audio]) if self.audio is not None else ())
+        return [next(sounds) if ref.is_audio else self._text(ref) for ref in refs]
+
+    def _text(self, ref: MediaRef) -> str:
         size = self.settings.fitted(ref.width, ref.height)
         fixed = self.family.expansion == "fixed" and not getattr(self._own.image_processor, "do_pan_and_scan", False)
         try:
@@ -191,7 +193,7 @@ class MediaProcessor:
         pieces = split_at(text, [self.token_of(ref) for ref in refs])
         if pieces is None:
             return None
-        texts = [self.text(ref) for ref in refs]
+        texts = self.texts(refs)
         return pieces[0] + "".join(one + piece for one, piece in zip(texts, pieces[1:], strict=True))
 
     def _expansion(self, width: int, height: int) -> str:
@@ -207,8 +209,8 @@ class MediaProcessor:
         Raises:
             BadMedia: an image is damaged or changed.
         """
-        heard = [ref for ref in chain.from_iterable(refs) if ref.is_audio]
-        audio = self.audio.inputs(heard) if self.audio is not None and heard else {}
+        heard = [[ref for ref in group if ref.is_audio] for group in refs]
+        audio = self.audio.inputs(heard) if self.audio is not None and any(heard) else {}
         groups = [self._images(group) for group in refs]
         if not any(groups):
             return audio
