@@ -177,8 +177,11 @@ def _trained() -> str:
     return tokenizer.to_str()
 
 
-def image_model(folder: Path, kind: str) -> Path:
-    """Writes a random fp32 model of a type of ``KINDS``, with its tokenizer, chat template and processor."""
+def image_model(folder: Path, kind: str, **more: Any) -> Path:
+    """Writes a random fp32 model of a type of ``KINDS``, with its tokenizer, chat template and processor.
+
+    ``more``: of its config.
+    """
     options, images, processor, placeholder, named = KINDS[kind]
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_trained()), pad_token="<|pad|>", bos_token="<s>", eos_token="<|im_end|>",
@@ -189,7 +192,7 @@ def image_model(folder: Path, kind: str) -> Path:
         ids[f"{name}_token_id"] = tokenizer.convert_tokens_to_ids(f"<|{name}|>")
         ids[f"{name.replace('vision', 'image')}_token_id"] = ids[f"{name}_token_id"]
     ids["video_token_id"] = tokenizer.convert_tokens_to_ids("<|video_pad|>")
-    config = AutoConfig.for_model(kind, **options, **ids)
+    config = AutoConfig.for_model(kind, **{**options, **more}, **ids)
     with torch.random.fork_rng(devices=[]), no_progress_bars():
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)

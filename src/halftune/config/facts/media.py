@@ -15,6 +15,7 @@ from halftune.core.errors import DataError
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _LONGEST = 1 << 14  # pixels of a side that images are scaled to
+_MASK = "input_features_mask"
 _QWEN = ("pixel_values", "image_grid_thw")
 # Why a model type that hears is not in the table.
 REFUSED = {
@@ -86,7 +87,7 @@ IMAGE_FAMILIES = {
     "internvl": ImageFamily("InternVLProcessor", "size", ("pixel_values",)),
 }  # fmt: skip
 # Types whose towers pass cu_seqlens, the bounds of images and sounds, to attention, as FlashAttention takes them.
-TOWERS_WITH_BOUNDS = frozenset(kind for kind, family in IMAGE_FAMILIES.items() if family.mrope)
+TOWERS_WITH_BOUNDS = frozenset(kind for kind, family in IMAGE_FAMILIES.items() if family.mrope) | {"qwen3_asr"}
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class AudioFamily:
         processor: name of its class in transformers.
         rule: how many tokens stand for a sound: a key of ``RULES`` in ``data/media/audio_tokens.py``.
         mask: argument of the forward pass that marks features.
-        seconds: the longest sound; 0: the feature extractor's ``chunk_length``.
+        seconds: the longest sound; 0: whole windows of ``chunk_length`` in the processor's ``max_audio_len``, or one.
         trimmed: features end with the longest sound; else the encoder takes them as the extractor pads them.
         bounded: the processor writes tokens before and after a sound, else the chat template.
         single: the processor takes one sound of a row.
@@ -117,6 +118,12 @@ AUDIO_FAMILIES = {
     # 40 minutes: Qwen3-Omni, arXiv:2509.17765, section 2.1
     "qwen3_omni_moe_thinker": AudioFamily("Qwen3OmniMoeProcessor", "chunks", seconds=2400),
     "qwen2_audio": AudioFamily("Qwen2AudioProcessor", "pooled"),
+    # 20 minutes: MAX_ASR_INPUT_SECONDS of github.com/QwenLM/Qwen3-ASR, qwen_asr/inference/utils.py
+    "qwen3_asr": AudioFamily("Qwen3ASRProcessor", "chunks", _MASK, seconds=1200, single=True),
+    "glmasr": AudioFamily("GlmAsrProcessor", "merged", _MASK, single=True),
+    # 30 s: the extractors' max_length, or the processor's audio_seq_length
+    "gemma4": AudioFamily("Gemma4Processor", "strided", _MASK, seconds=30, bounded=True),
+    "gemma4_unified": AudioFamily("Gemma4UnifiedProcessor", "raw", _MASK, seconds=30, bounded=True),
 }
 
 

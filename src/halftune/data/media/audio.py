@@ -38,7 +38,7 @@ class AudioProcessor:
         self._options = self._own._merge_kwargs(tokenizer_init_kwargs=tokenizer.init_kwargs)["audio_kwargs"]
         self._options |= {"return_tensors": "pt", "sampling_rate": self._extractor.sampling_rate}
         self.token: str = self._own.audio_token
-        own = family.seconds or float(self._extractor.chunk_length)
+        own = family.seconds or _windows(self._own) * float(self._extractor.chunk_length)
         self._seconds = own if max_seconds is None else min(own, max_seconds)
 
     def texts(self, refs: Sequence[MediaRef]) -> list[str]:
@@ -101,6 +101,11 @@ def _build(folder: Path, family: AudioFamily, tokenizer: PreTrainedTokenizerBase
     options = {name: value for name, value in saved.items() if name in known and not isinstance(value, dict)}
     options |= dict.fromkeys(known & {"image_processor", "video_processor"})
     return own(feature_extractor=extractor, tokenizer=tokenizer, **options)
+
+
+def _windows(own: Any) -> int:
+    """Windows of the feature extractor that a processor cuts sounds into; 1 if it does not."""
+    return int(getattr(own, "max_audio_len", 0) // own.feature_extractor.chunk_length) or 1
 
 
 def _stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
