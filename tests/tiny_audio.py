@@ -46,6 +46,17 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
                           "downsample_hidden_size": 4}},
         {}, _SPEECH,
     ),
+    **{
+        kind: (
+            {"text_config": {**_TEXT, "model_type": "qwen2"}, "rope_parameters": rope,
+             "audio_config": {**_WHISPER, "model_type": "audioflamingo3_encoder", "max_source_positions": 100}},
+            {"audio_token": "<|audio|>", "audio_bos_token": "<|audio>", "audio_eos_token": "<audio|>",
+             "max_audio_len": 7},
+            _SPEECH,
+        )
+        for kind, rope in (("audioflamingo3", None), ("musicflamingo", {
+            "rope_type": "default", "rope_theta": 1200, "partial_rotary_factor": 0.5}))
+    },
     "glmasr": (
         {"text_config": {**_TEXT, "model_type": "llama"},
          "audio_config": {"model_type": "glmasr_encoder", "hidden_size": 16, "intermediate_size": 64,
@@ -83,7 +94,7 @@ def audio_model(folder: Path, kind: str) -> Path:
         image_model(folder, kind, **({"audio_config": _CONFORMER} if kind == "gemma4" else {}))
         extractor = {**json.loads((folder / "preprocessor_config.json").read_text()), **extractor}
     (folder / "preprocessor_config.json").write_text(json.dumps(extractor))
-    sound = "<|audio|>" if AUDIO_FAMILIES[kind].bounded else "<|audio><|audio|><audio|>"
+    sound = "<|audio|>" if AUDIO_FAMILIES[kind].bounds else "<|audio><|audio|><audio|>"
     for name in ("tokenizer_config.json", "chat_template.jinja"):
         file = folder / name
         if file.exists():

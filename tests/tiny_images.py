@@ -118,6 +118,14 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, dict
         {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>",
          "audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"},
     ),
+    "mistral3": (
+        {"text_config": {**_TEXT, "model_type": "mistral"}, "vision_config": {
+            "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "head_dim": 8, "image_size": 56, "patch_size": 7}},
+        {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 56},
+         "patch_size": {"height": 7, "width": 7}},
+        {"patch_size": 7, "spatial_merge_size": 2}, "[IMG]", {"image_token": "[IMG]"},
+    ),
     "llava": (
         {"text_config": {**_TEXT, "model_type": "llama"}, "vision_config": _CLIP, "vision_feature_layer": -1},
         {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 28},
@@ -157,7 +165,7 @@ _SPECIAL = (
     "<|video_pad|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>", "<start_of_image>",
     "<end_of_image>", "<image_soft_token>", "<image>",
     "<fake_token_around_image>", "<end_of_utterance>", "<global-img>", "<IMG_CONTEXT>", "<img>", "</img>",
-    *(f"<row_{i + 1}_col_{j + 1}>" for i in range(6) for j in range(6)),
+    *(f"<row_{i + 1}_col_{j + 1}>" for i in range(6) for j in range(6)), "[IMG]", "[IMG_BREAK]", "[IMG_END]",
 )  # fmt: skip
 _IDS = {
     "image_token_id": "image_token", "image_token_index": "image_token", "boi_token_index": "boi_token",

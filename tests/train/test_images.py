@@ -154,7 +154,7 @@ def test_loss_and_gradients_are_transformers(kind: str, adapter: str, tmp_path: 
     model = transformers_own(model, loaded, adapter)
     loss, rounded = plain(model, batch, images, tmp_path)
     assert abs(model_loss - loss) < 1e-5 * loss
-    _, exact = plain(model.double(), batch, images, tmp_path)
+    _, exact = plain(in_fp64(model), batch, images, tmp_path)
     assert_gradients(ours, rounded, exact)
 
 
@@ -164,6 +164,12 @@ def transformers_own(model: Any, loaded: Any, adapter: str) -> Any:
         model = AutoModelForImageTextToText.from_pretrained(loaded.run.model.name_or_path, dtype=torch.float32).train()
     model.set_experts_implementation("eager")
     return model
+
+
+def in_fp64(model: Any) -> Any:
+    """The model in fp64, its attention too, which the guard would cast."""
+    model.set_attn_implementation("eager")
+    return model.double()
 
 
 def assert_gradients(ours: Any, rounded: Any, exact: Any) -> None:
@@ -186,7 +192,7 @@ def plain(model: Any, batch: Any, images: Any, folder: Path) -> tuple[float, dic
     model.zero_grad()
     opened = [[Image.open(folder / name) for name in ROWS[index]["images"]] for index in batch.examples]
     given = opened if images.family.nested else [image for group in opened for image in group]
-    made = images._own.image_processor(given, **{**images._options, "return_tensors": "pt"})
+    made = images._own._process_images(given, **{**images._options, "return_tensors": "pt"})[0]
     arguments = {name: made[name] for name in images.family.inputs}
     arguments["pixel_values"] = arguments["pixel_values"].to(next(model.parameters()).dtype)
     if images.family.token_types:
@@ -223,7 +229,7 @@ def test_packed_rows_are_transformers_samples_alone(kind: str, adapter: str, tmp
     model.set_attn_implementation("eager")
     plain_loss, rounded = alone(model, batch, feed, images, tmp_path)
     assert abs(float(loss.detach()) - plain_loss) < 1e-5 * plain_loss
-    _, exact = alone(model.double(), batch, feed, images, tmp_path)
+    _, exact = alone(in_fp64(model), batch, feed, images, tmp_path)
     assert_gradients(ours, rounded, exact)
 
 
@@ -237,7 +243,7 @@ def alone(model: Any, batch: Any, feed: Any, images: Any, folder: Path) -> tuple
         arguments = images.token_types(ids)
         if opened := [Image.open(folder / name) for name in ROWS[index]["images"]]:
             given = [opened] if images.family.nested else opened
-            made = images._own.image_processor(given, **{**images._options, "return_tensors": "pt"})
+            made = images._own._process_images(given, **{**images._options, "return_tensors": "pt"})[0]
             arguments |= {name: made[name] for name in images.family.inputs}
             arguments["pixel_values"] = arguments["pixel_values"].to(next(model.parameters()).dtype)
         mask = torch.ones_like(ids)
@@ -374,7 +380,8 @@ def test_the_real_set_becomes_tokens(shared_data: Path, tmp_path: Path) -> None:
     (batch,) = feed.micro_batches(feed.rows(0)[:3])
     placeholders = int((batch.tokens["input_ids"] == images._own.image_token_id).sum())
     assert len(feed.split) == 6
-    assert placeholders == int(batch.extras["image_grid_thw"].prod(-1).sum()) // 4 > 0
+    grids: Any = batch.extras["image_grid_thw"]
+    assert placeholders == int(grids.prod(-1).sum()) // 4 > 0
 
 
 REFUSED: dict[str, dict[str, Any]] = {

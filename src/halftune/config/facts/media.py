@@ -78,6 +78,7 @@ IMAGE_FAMILIES = {
         "Gemma4Processor", "size", ("pixel_values", "image_position_ids"), "mm_token_type_ids",
         nested=True, two_way=True,
     ),
+    "mistral3": ImageFamily("PixtralProcessor", "size", ("pixel_values", "image_sizes")),
     "llava": ImageFamily("LlavaProcessor", "count", ("pixel_values",)),
     "llava_next": ImageFamily("LlavaNextProcessor", "count", ("pixel_values", "image_sizes")),
     **{
@@ -100,7 +101,7 @@ class AudioFamily:
         mask: argument of the forward pass that marks features.
         seconds: the longest sound; 0: whole windows of ``chunk_length`` in the processor's ``max_audio_len``, or one.
         trimmed: features end with the longest sound; else the encoder takes them as the extractor pads them.
-        bounded: the processor writes tokens before and after a sound, else the chat template.
+        bounds: attributes of the processor: tokens that it writes around a sound; else the chat template does.
         single: the processor takes one sound of a row.
     """
 
@@ -109,10 +110,11 @@ class AudioFamily:
     mask: str = "feature_attention_mask"
     seconds: float = 0
     trimmed: bool = False
-    bounded: bool = False
+    bounds: tuple[()] | tuple[str, str] = ()
     single: bool = False
 
 
+_GEMMA = ("boa_token", "eoa_token")
 AUDIO_FAMILIES = {
     "qwen2_5_omni_thinker": AudioFamily("Qwen2_5OmniProcessor", "pooled", trimmed=True),
     # 40 minutes: Qwen3-Omni, arXiv:2509.17765, section 2.1
@@ -120,10 +122,14 @@ AUDIO_FAMILIES = {
     "qwen2_audio": AudioFamily("Qwen2AudioProcessor", "pooled"),
     # 20 minutes: MAX_ASR_INPUT_SECONDS of github.com/QwenLM/Qwen3-ASR, qwen_asr/inference/utils.py
     "qwen3_asr": AudioFamily("Qwen3ASRProcessor", "chunks", _MASK, seconds=1200, single=True),
+    "audioflamingo3": AudioFamily("AudioFlamingo3Processor", "pooled", _MASK, single=True),
+    "musicflamingo": AudioFamily(
+        "MusicFlamingoProcessor", "pooled", _MASK, bounds=("audio_bos_token", "audio_eos_token"), single=True
+    ),
     "glmasr": AudioFamily("GlmAsrProcessor", "merged", _MASK, single=True),
     # 30 s: the extractors' max_length, or the processor's audio_seq_length
-    "gemma4": AudioFamily("Gemma4Processor", "strided", _MASK, seconds=30, bounded=True),
-    "gemma4_unified": AudioFamily("Gemma4UnifiedProcessor", "raw", _MASK, seconds=30, bounded=True),
+    "gemma4": AudioFamily("Gemma4Processor", "strided", _MASK, seconds=30, bounds=_GEMMA),
+    "gemma4_unified": AudioFamily("Gemma4UnifiedProcessor", "raw", _MASK, seconds=30, bounds=_GEMMA),
 }
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 from transformers import AutoFeatureExtractor, PreTrainedTokenizerBase
-from transformers.models.auto.processing_auto import processor_class_from_name
 
 from halftune.config.facts.folder import read_json
 from halftune.config.facts.media import AUDIO_FAMILIES, AudioFamily
 from halftune.data.media.audio_tokens import RULES
+from halftune.data.media.processor_class import processor_class
 from halftune.data.media.reference import BadMedia, MediaRef, read_content
 from halftune.data.media.sound import NotSound, resampled, samples
 
@@ -60,9 +60,8 @@ class AudioProcessor:
         count = RULES[self._family.rule](self._extractor, length, longest)
         if count < 2:  # Qwen2-Audio takes one token alone for an older form of placeholder
             raise BadMedia(f"{name}: {seconds:.3f} s are too short for two tokens")
-        if self._family.bounded:
-            return f"{self._own.boa_token}{self.token * count}{self._own.eoa_token}"
-        return self.token * count
+        bounds = [getattr(self._own, bound) for bound in self._family.bounds]
+        return (self.token * count).join(bounds or ("", ""))
 
     def inputs(self, groups: Sequence[Sequence[MediaRef]]) -> dict[str, torch.Tensor]:
         """The forward pass's arguments for the sounds of each conversation, in the order of their placeholders.
@@ -91,7 +90,7 @@ class AudioProcessor:
 
 def _build(folder: Path, family: AudioFamily, tokenizer: PreTrainedTokenizerBase, extractor: Any) -> Any:
     """The processor without its image and video processors."""
-    base = processor_class_from_name(family.processor)
+    base = processor_class(family.processor)
     if base is None:
         raise ValueError(f"transformers has no {family.processor}")
     own = type(family.processor, (base,), {"check_argument_for_proper_class": lambda *_: None})

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from PIL import Image
 from transformers import AutoImageProcessor, PreTrainedTokenizerBase
-from transformers.models.auto.processing_auto import processor_class_from_name
 
 from halftune.config.facts.folder import read_json
 from halftune.config.facts.media import IMAGE_FAMILIES, ImageFamily, check_processor
@@ -28,6 +27,7 @@ from halftune.config.facts.wrapped import unwrapped
 from halftune.config.run import RunConfig
 from halftune.core.errors import DataError
 from halftune.data.media.audio import AudioProcessor
+from halftune.data.media.processor_class import processor_class
 from halftune.data.media.reference import BadMedia, MediaRef, decode, media_same
 from halftune.data.store import TokenStore
 from halftune.data.templates.assistant_turns import Turn
@@ -215,7 +215,7 @@ class MediaProcessor:
         if not any(groups):
             return audio
         images = groups if self.family.nested else list(chain.from_iterable(groups))
-        made = self._own.image_processor(images, **{**self._options, "return_tensors": "pt"})
+        made, _ = self._own._process_images(images, **{**self._options, "return_tensors": "pt"})
         return audio | {name: made[name] for name in self.family.inputs if name in made}
 
     def _images(self, refs: Sequence[MediaRef]) -> list[Image.Image]:
@@ -237,7 +237,7 @@ class MediaProcessor:
 
 def _build(settings: MediaSettings, family: ImageFamily, tokenizer: PreTrainedTokenizerBase) -> Any:
     folder = Path(settings.model)
-    base = processor_class_from_name(family.processor)
+    base = processor_class(family.processor)
     if base is None:
         raise ValueError(f"transformers has no {family.processor}")
     # its check of the arguments' classes needs torchvision, for the video processor
