@@ -110,7 +110,7 @@ def multimodal_auto(config: PreTrainedConfig) -> Any:
     """The auto class that builds a model with its towers."""
     # Audio Flamingo is in the last
     autos = (AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM)
-    return next(auto for auto in autos if type(config) in auto._model_mapping)
+    return next((auto for auto in autos if type(config) in auto._model_mapping), AutoModelForMultimodalLM)
 
 
 def read_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
