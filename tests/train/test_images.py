@@ -124,10 +124,25 @@ def test_long_rows_are_cut_around_their_images(tmp_path: Path) -> None:
 
 def test_another_processor_than_the_types_is_refused(tmp_path: Path) -> None:
     loaded, _ = recipe(tmp_path, "llava")
-    (tmp_path / "model" / "processor_config.json").write_text(json.dumps({"processor_class": "PixtralProcessor"}))
+    (tmp_path / "model" / "processor_config.json").write_text(json.dumps({"processor_class": "LlavaNextProcessor"}))
     with pytest.raises(DataError) as error:
         media_of(loaded.run)
     assert error.value.code == "model.no_image_processor"
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_pixtral_is_a_llava_with_another_processor(packing: bool, tmp_path: Path) -> None:
+    options, images, processor = KINDS["mistral3"][:3]
+    tower = {"vision_config": options["vision_config"], "vision_feature_select_strategy": "full"}
+    image_model(tmp_path / "model", "llava", **tower)
+    (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(images))
+    processor = {**processor, "spatial_merge_size": 1, "image_token": "<image>", "processor_class": "PixtralProcessor"}
+    (tmp_path / "model" / "processor_config.json").write_text(json.dumps(processor))
+    if packing:
+        test_packed_rows_are_transformers_samples_alone("llava", "none", tmp_path)
+    else:
+        test_ids_are_the_processors("llava", tmp_path)
+        test_loss_and_gradients_are_transformers("llava", "lora", tmp_path)
 
 
 def parts(content: str) -> list[dict[str, str]]:

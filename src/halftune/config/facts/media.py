@@ -87,6 +87,8 @@ IMAGE_FAMILIES = {
     },
     "internvl": ImageFamily("InternVLProcessor", "size", ("pixel_values",)),
 }  # fmt: skip
+# Pixtral is a LLaVA with the tower and the processor of Mistral 3.
+_WITH_PROCESSOR = {("llava", "PixtralProcessor"): IMAGE_FAMILIES["mistral3"]}
 # Types whose towers pass cu_seqlens, the bounds of images and sounds, to attention, as FlashAttention takes them.
 TOWERS_WITH_BOUNDS = frozenset(kind for kind, family in IMAGE_FAMILIES.items() if family.mrope) | {"qwen3_asr"}
 
@@ -143,6 +145,20 @@ def wrong_extractor(content: dict[str, Any]) -> str:
     return wrong_extractor(inner) if isinstance(inner, dict) else ""
 
 
+def image_family(folder: Path, kind: str) -> ImageFamily | None:
+    """How the model of a type in a folder takes images; None if it is not trained on them."""
+    return _image_family(kind, [read_json(path) for path in _processor_files(folder)])
+
+
+def _image_family(kind: str, contents: list[dict[str, Any]]) -> ImageFamily | None:
+    named = [(kind, str(one.get("processor_class"))) for one in contents]
+    return next((_WITH_PROCESSOR[one] for one in named if one in _WITH_PROCESSOR), IMAGE_FAMILIES.get(kind))
+
+
+def _processor_files(folder: Path) -> list[Path]:
+    return [folder / name for name in PROCESSOR_FILES if (folder / name).is_file()]
+
+
 def check_processor(folder: Path) -> list[Path]:
     """The files of a model's image processor.
 
@@ -150,7 +166,7 @@ def check_processor(folder: Path) -> list[Path]:
         DataError: there are none, they name another processor than the model type has, or sides that no image needs.
         ModelError: one is not a JSON object.
     """
-    files = [folder / name for name in PROCESSOR_FILES if (folder / name).is_file()]
+    files = _processor_files(folder)
     if not files:
         what = f"the model has no image processor ({PROCESSOR_FILES[0]})"
         remedy = "download the whole checkpoint"
@@ -163,7 +179,7 @@ def check_processor(folder: Path) -> list[Path]:
 
 def _problems(kind: str, contents: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     """What is wrong with the processor of a model type, and the remedies."""
-    family, correct = IMAGE_FAMILIES.get(kind), f"correct {PROCESSOR_FILES[0]}"
+    family, correct = _image_family(kind, contents), f"correct {PROCESSOR_FILES[0]}"
     expected = AUDIO_FAMILIES[kind].processor if family is None else family.processor
     if named := {str(one.get("processor_class") or "") for one in contents} - {"", expected}:
         what = f"model type {kind} with a {', '.join(sorted(named))} is not supported"

@@ -22,7 +22,7 @@ from PIL import Image
 from transformers import AutoImageProcessor, PreTrainedTokenizerBase
 
 from halftune.config.facts.folder import read_json
-from halftune.config.facts.media import IMAGE_FAMILIES, ImageFamily, check_processor
+from halftune.config.facts.media import ImageFamily, check_processor, image_family
 from halftune.config.facts.wrapped import unwrapped
 from halftune.config.run import RunConfig
 from halftune.core.errors import DataError
@@ -129,7 +129,7 @@ class MediaProcessor:
 
     def __init__(self, settings: MediaSettings, tokenizer: PreTrainedTokenizerBase) -> None:
         self.settings = settings
-        self.family = IMAGE_FAMILIES.get(settings.model_type, _NO_IMAGES)
+        self.family = image_family(Path(settings.model), settings.model_type) or _NO_IMAGES
         self.audio: AudioProcessor | None = None
         self._own: Any = None
         try:
