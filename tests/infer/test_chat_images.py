@@ -169,14 +169,16 @@ def test_answers_to_sounds_are_those_of_transformers(kind: str, tmp_path: Path) 
     assert session.attach(str(file), "audio").rate == 16_000
     with pytest.raises(ModelError):
         session.attach(str(file), "image")
-    encoded, tokenizer = file.read_bytes(), session.tokenizer
+    encoded = file.read_bytes()
+    tuned: Any = session.model
+    tokenizer: Any = session.tokenizer
     asked = [{"role": "user", "content": [{"type": "audio"}, {"type": "text", "text": "What?"}]}]
     text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
     own: Any = AudioProcessor(str(tmp_path / "model"), kind, tokenizer, None)._own
     wave = samples(encoded, *header(encoded), 16_000)
     made = own(text=[text], audio=[wave], sampling_rate=16_000, return_tensors="pt")
     taken = ("input_ids", "attention_mask", "input_features", AUDIO_FAMILIES[kind].mask)
-    wanted = session.model.generate(
+    wanted = tuned.generate(
         **{name: made[name] for name in taken}, max_new_tokens=5, do_sample=False,
         eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
     )  # fmt: skip
