@@ -6,7 +6,7 @@ import base64
 import io
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import tiny_audio
@@ -170,7 +170,7 @@ def test_answers_to_sounds_are_those_of_transformers(kind: str, tmp_path: Path) 
     with pytest.raises(ModelError):
         session.attach(str(file), "image")
     encoded = file.read_bytes()
-    tuned: Any = session.model
+    tuned = cast(Any, session.model)
     tokenizer: Any = session.tokenizer
     asked = [{"role": "user", "content": [{"type": "audio"}, {"type": "text", "text": "What?"}]}]
     text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
