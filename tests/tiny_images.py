@@ -43,6 +43,11 @@ _CHATML = (
     "{% for p in m.content %}{% if p.type == 'image' %}IMAGE{% else %}{{ p.text }}{% endif %}{% endfor %}"
     "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+_OMNI_TOKENS = {
+    "image_token": "<|image_pad|>", "audio_token": "<|audio|>", "video_token": "<|video_pad|>",
+    "vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>",
+    "audio_bos_token": "<|audio>", "audio_eos_token": "<audio|>",
+}  # fmt: skip
 # kind: config, image processor, processor, placeholder in the template, named tokens
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, dict[str, str]]] = {
     **{
@@ -73,10 +78,15 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, dict
          "vision_config": {**_QWEN_TOWER, "hidden_size": 16, "out_hidden_size": 32, "window_size": 16},
          "audio_config": {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 24,
                           "output_dim": 32, "num_mel_bins": 16, "n_window": 10, "max_source_positions": 300}},
-        _QWEN_IMAGES, {}, "<|vision_start|><|image_pad|><|vision_end|>",
-        {"image_token": "<|image_pad|>", "audio_token": "<|audio|>", "video_token": "<|video_pad|>",
-         "vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>",
-         "audio_bos_token": "<|audio>", "audio_eos_token": "<audio|>"},
+        _QWEN_IMAGES, {}, "<|vision_start|><|image_pad|><|vision_end|>", _OMNI_TOKENS,
+    ),
+    "qwen3_omni_moe_thinker": (
+        {"text_config": {**_TEXT, **_EXPERTS, "rope_parameters": {**_ROPE, "mrope_interleaved": True}},
+         "vision_config": {**_QWEN3_TOWER, "deepstack_visual_indexes": [0]},
+         "audio_config": {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 24,
+                          "output_dim": 32, "num_mel_bins": 16, "n_window_infer": 200,
+                          "downsample_hidden_size": 4, "max_source_positions": 300}},
+        _QWEN_IMAGES, {}, "<|vision_start|><|image_pad|><|vision_end|>", _OMNI_TOKENS,
     ),
     "paddleocr_vl": (
         {"text_config": {**_TEXT, "rope_parameters": _ROPE, "tie_word_embeddings": False}, "vision_config": {
@@ -107,6 +117,14 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, dict
         {}, "<image_soft_token>",
         {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>",
          "audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"},
+    ),
+    "mistral3": (
+        {"text_config": {**_TEXT, "model_type": "mistral"}, "vision_config": {
+            "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "head_dim": 8, "image_size": 56, "patch_size": 7}},
+        {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 56},
+         "patch_size": {"height": 7, "width": 7}},
+        {"patch_size": 7, "spatial_merge_size": 2}, "[IMG]", {"image_token": "[IMG]"},
     ),
     "llava": (
         {"text_config": {**_TEXT, "model_type": "llama"}, "vision_config": _CLIP, "vision_feature_layer": -1},
@@ -147,7 +165,7 @@ _SPECIAL = (
     "<|video_pad|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>", "<start_of_image>",
     "<end_of_image>", "<image_soft_token>", "<image>",
     "<fake_token_around_image>", "<end_of_utterance>", "<global-img>", "<IMG_CONTEXT>", "<img>", "</img>",
-    *(f"<row_{i + 1}_col_{j + 1}>" for i in range(6) for j in range(6)),
+    *(f"<row_{i + 1}_col_{j + 1}>" for i in range(6) for j in range(6)), "[IMG]", "[IMG_BREAK]", "[IMG_END]",
 )  # fmt: skip
 _IDS = {
     "image_token_id": "image_token", "image_token_index": "image_token", "boi_token_index": "boi_token",
@@ -167,8 +185,11 @@ def _trained() -> str:
     return tokenizer.to_str()
 
 
-def image_model(folder: Path, kind: str) -> Path:
-    """Writes a random fp32 model of a type of ``KINDS``, with its tokenizer, chat template and processor."""
+def image_model(folder: Path, kind: str, **more: Any) -> Path:
+    """Writes a random fp32 model of a type of ``KINDS``, with its tokenizer, chat template and processor.
+
+    ``more``: of its config.
+    """
     options, images, processor, placeholder, named = KINDS[kind]
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_trained()), pad_token="<|pad|>", bos_token="<s>", eos_token="<|im_end|>",
@@ -179,7 +200,7 @@ def image_model(folder: Path, kind: str) -> Path:
         ids[f"{name}_token_id"] = tokenizer.convert_tokens_to_ids(f"<|{name}|>")
         ids[f"{name.replace('vision', 'image')}_token_id"] = ids[f"{name}_token_id"]
     ids["video_token_id"] = tokenizer.convert_tokens_to_ids("<|video_pad|>")
-    config = AutoConfig.for_model(kind, **options, **ids)
+    config = AutoConfig.for_model(kind, **{**options, **more}, **ids)
     with torch.random.fork_rng(devices=[]), no_progress_bars():
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)

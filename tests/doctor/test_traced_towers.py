@@ -11,6 +11,7 @@ import pytest
 import tiny_audio
 from tiny_images import ROWS, image_model, write_rows
 
+from halftune.config.facts.media import AUDIO_FAMILIES
 from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
 from halftune.doctor.inputs import _QWEN_VL
@@ -20,14 +21,14 @@ from halftune.plan import resolve
 
 
 def traced(folder: Path, kind: str, *, images: bool = True, compute: str = "bf16") -> TraceReport:
-    hears = kind == "qwen2_audio"
+    hears = kind in AUDIO_FAMILIES
     make, rows = (tiny_audio.audio_model, tiny_audio.write_rows) if hears else (image_model, write_rows)
     tree = {
         "model": {"name_or_path": str(make(folder / "model", kind))},
         "precision": compute,
         "adapter": "lora",
         "data": {
-            "train": str(rows(folder, tiny_audio.ROWS if hears else ROWS)),
+            "train": str(rows(folder, tiny_audio.rows_of(kind) if hears else ROWS)),
             "audio" if hears else "images": images,
         },
         "training": {"output_dir": str(folder / "run")},
@@ -48,9 +49,11 @@ def test_the_towers_attention_is_traced(kind: str, tmp_path: Path) -> None:
     assert not report.violations
 
 
-@pytest.mark.parametrize("compute", ["bf16", "fp16"])
-def test_an_audio_towers_attention_is_traced(compute: str, tmp_path: Path) -> None:
-    report = traced(tmp_path, "qwen2_audio", compute=compute)
+@pytest.mark.parametrize(
+    ("kind", "compute"), [("qwen2_audio", "bf16"), ("qwen2_audio", "fp16"), ("qwen3_asr", "bf16"), ("glmasr", "fp16")]
+)
+def test_an_audio_towers_attention_is_traced(kind: str, compute: str, tmp_path: Path) -> None:
+    report = traced(tmp_path, kind, compute=compute)
     assert report.calls["attention, train"] == 2 + 1  # of the language model, and of the tower
     assert not report.violations
     assert not report.notes

@@ -6,19 +6,21 @@ import base64
 import io
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import tiny_audio
 import torch
 from PIL import Image
 from tiny_images import KINDS, ROWS, image_model, write_image, write_rows
-from transformers import AutoFeatureExtractor, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
+from halftune.config.facts.media import AUDIO_FAMILIES
 from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
 from halftune.config.sections.training import GenerationSection
 from halftune.core.errors import ModelError
+from halftune.data.media.audio import AudioProcessor
 from halftune.data.media.processor import MediaProcessor, media_settings
 from halftune.data.media.reference import refer
 from halftune.data.media.sound import header, samples
@@ -147,8 +149,9 @@ def test_programs_send_images_as_data_urls_and_no_paths(session: ChatSession, tm
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_answers_to_sounds_are_those_of_transformers(tmp_path: Path) -> None:
-    tiny_audio.audio_model(tmp_path / "model", "qwen2_audio")
+@pytest.mark.parametrize("kind", ["qwen2_audio", "qwen3_omni_moe_thinker", "gemma4_unified"])
+def test_answers_to_sounds_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    tiny_audio.audio_model(tmp_path / "model", kind)
     tiny_audio.write_rows(tmp_path, tiny_audio.ROWS)
     tree = {
         "model": {"name_or_path": str(tmp_path / "model")},
@@ -166,21 +169,20 @@ def test_answers_to_sounds_are_those_of_transformers(tmp_path: Path) -> None:
     assert session.attach(str(file), "audio").rate == 16_000
     with pytest.raises(ModelError):
         session.attach(str(file), "image")
-    encoded, tokenizer = file.read_bytes(), session.tokenizer
-    made = AutoFeatureExtractor.from_pretrained(tmp_path / "model")(
-        samples(encoded, *header(encoded), 16_000),
-        sampling_rate=16_000, padding="max_length", return_attention_mask=True, return_tensors="pt",
-    )  # fmt: skip
+    encoded = file.read_bytes()
+    tuned = cast(Any, session.model)
+    tokenizer: Any = session.tokenizer
     asked = [{"role": "user", "content": [{"type": "audio"}, {"type": "text", "text": "What?"}]}]
     text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-    text = text.replace("<|audio|>", "<|audio|>" * 20)  # of 80 features
-    ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
-    wanted = session.model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), input_features=made["input_features"],
-        feature_attention_mask=made["attention_mask"], max_new_tokens=5, do_sample=False,
+    own: Any = AudioProcessor(str(tmp_path / "model"), kind, tokenizer, None)._own
+    wave = samples(encoded, *header(encoded), 16_000)
+    made = own(text=[text], audio=[wave], sampling_rate=16_000, return_tensors="pt")
+    taken = ("input_ids", "attention_mask", "input_features", AUDIO_FAMILIES[kind].mask)
+    wanted = tuned.generate(
+        **{name: made[name] for name in taken}, max_new_tokens=5, do_sample=False,
         eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
     )  # fmt: skip
     assert (
         session.answer("What?", tuned=True)
-        == tokenizer.decode(wanted[0, ids.shape[1] :], skip_special_tokens=True).strip()
+        == tokenizer.decode(wanted[0, made["input_ids"].shape[1] :], skip_special_tokens=True).strip()
     )

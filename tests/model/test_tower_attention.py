@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 from standins.flash import flash_attn_installed
-from tiny_audio import write_sound
+from tiny_audio import audio_model, rows_of, write_sound
+from tiny_audio import write_rows as write_sounds
 from tiny_images import ROWS, image_model, write_rows
-from tiny_omni import omni_model
+from tiny_omni import CLASSES, omni_model
 
 from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
@@ -52,10 +53,14 @@ HEARD = {
 
 
 def recipe(folder: Path, kind: str, compute: str, adapter: str = "lora") -> tuple[Any, Plan]:
-    model, hears = folder / "model", kind == "qwen2_5_omni"
+    model, hears = folder / "model", kind in CLASSES
     if not model.exists():
-        omni_model(model, torch.bfloat16) if hears else image_model(model, kind)
-        write_rows(folder, [*ROWS, HEARD] if hears else ROWS)
+        if kind == "qwen3_asr":
+            audio_model(model, kind)
+            write_sounds(folder, rows_of(kind))
+        else:
+            omni_model(model, torch.bfloat16, kind) if hears else image_model(model, kind)
+            write_rows(folder, [*ROWS, HEARD] if hears else ROWS)
         for name in HEARD["audios"]:
             write_sound(folder / name, float(Path(name).stem))
     tree = {
@@ -63,7 +68,12 @@ def recipe(folder: Path, kind: str, compute: str, adapter: str = "lora") -> tupl
         "precision": compute,
         "adapter": adapter,
         "attention": "fa2",
-        "data": {"train": str(folder / "rows.jsonl"), "images": True, "audio": hears, "max_length": 512},
+        "data": {
+            "train": str(folder / "rows.jsonl"),
+            "images": kind != "qwen3_asr",
+            "audio": hears or kind == "qwen3_asr",
+            "max_length": 512,
+        },
         "training": {"output_dir": str(folder / "run"), "gradient_checkpointing": False},
     }
     (folder / "recipe.yaml").write_text(json.dumps(tree))
@@ -93,7 +103,7 @@ def step(run: Any, plan: Plan, flash: ModuleType) -> torch.nn.Module:
 
 @pytest.mark.parametrize("adapter", ["lora", "none"])
 @pytest.mark.parametrize("compute", HALF)
-@pytest.mark.parametrize("kind", ["qwen2_5_omni", "qwen2_5_vl"])
+@pytest.mark.parametrize("kind", [*CLASSES, "qwen3_asr", "qwen2_5_vl"])
 def test_towers_call_the_plans_kernel_in_the_plans_format(
     flash: ModuleType, kind: str, compute: str, adapter: str, tmp_path: Path
 ) -> None:
@@ -101,14 +111,14 @@ def test_towers_call_the_plans_kernel_in_the_plans_format(
     assert plan.attention.softmax.value == "fa2"
     model = step(run, plan, flash)
     assert {dtypes for _, dtypes in flash.calls} == {(HALF[compute],) * 3}
-    towers = {"visual", "audio_tower"} if kind == "qwen2_5_omni" else {"visual"}
+    towers = {"visual", "audio_tower"} if kind in CLASSES else {"one"}
     assert Counter(name for name, _ in flash.calls) == {
         "flash_attn_varlen_func": 2 + len(towers)
     }  # two layers, each one
     report = current_guard().report()
     assert (report["casts"], report["sites"]) == (0, [])
     tables = {name: one for name, one in model.named_buffers() if "inv_freq" in name}
-    assert {"visual"} & {part for name in tables for part in name.split(".")}
+    assert kind == "qwen3_asr" or {"visual"} & {part for name in tables for part in name.split(".")}
     assert {one.dtype for one in tables.values()} == {torch.float32}
 
 

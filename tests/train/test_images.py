@@ -124,10 +124,25 @@ def test_long_rows_are_cut_around_their_images(tmp_path: Path) -> None:
 
 def test_another_processor_than_the_types_is_refused(tmp_path: Path) -> None:
     loaded, _ = recipe(tmp_path, "llava")
-    (tmp_path / "model" / "processor_config.json").write_text(json.dumps({"processor_class": "PixtralProcessor"}))
+    (tmp_path / "model" / "processor_config.json").write_text(json.dumps({"processor_class": "LlavaNextProcessor"}))
     with pytest.raises(DataError) as error:
         media_of(loaded.run)
     assert error.value.code == "model.no_image_processor"
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_pixtral_is_a_llava_with_another_processor(packing: bool, tmp_path: Path) -> None:
+    options, images, processor = KINDS["mistral3"][:3]
+    tower = {"vision_config": options["vision_config"], "vision_feature_select_strategy": "full"}
+    image_model(tmp_path / "model", "llava", **tower)
+    (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(images))
+    processor = {**processor, "spatial_merge_size": 1, "image_token": "<image>", "processor_class": "PixtralProcessor"}
+    (tmp_path / "model" / "processor_config.json").write_text(json.dumps(processor))
+    if packing:
+        test_packed_rows_are_transformers_samples_alone("llava", "none", tmp_path)
+    else:
+        test_ids_are_the_processors("llava", tmp_path)
+        test_loss_and_gradients_are_transformers("llava", "lora", tmp_path)
 
 
 def parts(content: str) -> list[dict[str, str]]:
@@ -154,7 +169,7 @@ def test_loss_and_gradients_are_transformers(kind: str, adapter: str, tmp_path: 
     model = transformers_own(model, loaded, adapter)
     loss, rounded = plain(model, batch, images, tmp_path)
     assert abs(model_loss - loss) < 1e-5 * loss
-    _, exact = plain(model.double(), batch, images, tmp_path)
+    _, exact = plain(in_fp64(model), batch, images, tmp_path)
     assert_gradients(ours, rounded, exact)
 
 
@@ -164,6 +179,12 @@ def transformers_own(model: Any, loaded: Any, adapter: str) -> Any:
         model = AutoModelForImageTextToText.from_pretrained(loaded.run.model.name_or_path, dtype=torch.float32).train()
     model.set_experts_implementation("eager")
     return model
+
+
+def in_fp64(model: Any) -> Any:
+    """The model in fp64, its attention too, which the guard would cast."""
+    model.set_attn_implementation("eager")
+    return model.double()
 
 
 def assert_gradients(ours: Any, rounded: Any, exact: Any) -> None:
@@ -186,7 +207,7 @@ def plain(model: Any, batch: Any, images: Any, folder: Path) -> tuple[float, dic
     model.zero_grad()
     opened = [[Image.open(folder / name) for name in ROWS[index]["images"]] for index in batch.examples]
     given = opened if images.family.nested else [image for group in opened for image in group]
-    made = images._own.image_processor(given, **{**images._options, "return_tensors": "pt"})
+    made = images._own._process_images(given, **{**images._options, "return_tensors": "pt"})[0]
     arguments = {name: made[name] for name in images.family.inputs}
     arguments["pixel_values"] = arguments["pixel_values"].to(next(model.parameters()).dtype)
     if images.family.token_types:
@@ -223,7 +244,7 @@ def test_packed_rows_are_transformers_samples_alone(kind: str, adapter: str, tmp
     model.set_attn_implementation("eager")
     plain_loss, rounded = alone(model, batch, feed, images, tmp_path)
     assert abs(float(loss.detach()) - plain_loss) < 1e-5 * plain_loss
-    _, exact = alone(model.double(), batch, feed, images, tmp_path)
+    _, exact = alone(in_fp64(model), batch, feed, images, tmp_path)
     assert_gradients(ours, rounded, exact)
 
 
@@ -237,7 +258,7 @@ def alone(model: Any, batch: Any, feed: Any, images: Any, folder: Path) -> tuple
         arguments = images.token_types(ids)
         if opened := [Image.open(folder / name) for name in ROWS[index]["images"]]:
             given = [opened] if images.family.nested else opened
-            made = images._own.image_processor(given, **{**images._options, "return_tensors": "pt"})
+            made = images._own._process_images(given, **{**images._options, "return_tensors": "pt"})[0]
             arguments |= {name: made[name] for name in images.family.inputs}
             arguments["pixel_values"] = arguments["pixel_values"].to(next(model.parameters()).dtype)
         mask = torch.ones_like(ids)
@@ -246,7 +267,8 @@ def alone(model: Any, batch: Any, feed: Any, images: Any, folder: Path) -> tuple
             body = getattr(model, "get_base_model", lambda: model)().model
             grids = {"image_grid_thw": arguments["image_grid_thw"], **images.token_types(ids)}
             where = batch.tokens["seq_idx"][0] == batch.examples.index(index)
-            assert torch.equal(batch.tokens["position_ids"][1:, :, where], body.get_rope_index(ids, **grids)[0])
+            expected = body.get_rope_index(ids, attention_mask=mask, **grids)[0].long()  # Qwen3-Omni's are floats
+            assert torch.equal(batch.tokens["position_ids"][1:, :, where], expected)
         labels = torch.from_numpy(segment.labels.astype("int64"))[1:]
         total = total + torch.nn.functional.cross_entropy(logits, labels, ignore_index=NO_LABEL, reduction="sum")
     total.backward()
@@ -373,7 +395,8 @@ def test_the_real_set_becomes_tokens(shared_data: Path, tmp_path: Path) -> None:
     (batch,) = feed.micro_batches(feed.rows(0)[:3])
     placeholders = int((batch.tokens["input_ids"] == images._own.image_token_id).sum())
     assert len(feed.split) == 6
-    assert placeholders == int(batch.extras["image_grid_thw"].prod(-1).sum()) // 4 > 0
+    grids: Any = batch.extras["image_grid_thw"]
+    assert placeholders == int(grids.prod(-1).sum()) // 4 > 0
 
 
 REFUSED: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""The thinker of a Qwen2.5-Omni checkpoint trains; its talker and vocoder stay as they came."""
+"""The thinker of a Qwen-Omni checkpoint trains; its talker and vocoder stay as they came."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from tiny_images import ROWS, write_rows
-from tiny_omni import AROUND, omni_model
-from transformers import Qwen2_5OmniForConditionalGeneration
+from tiny_omni import AROUND, CLASSES, omni_model
 
 from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
@@ -22,10 +22,10 @@ from halftune.plan import Plan, resolve
 from halftune.train.trainer import train
 
 
-def recipe(folder: Path, **changes: Any) -> tuple[Any, Plan]:
+def recipe(folder: Path, kind: str, **changes: Any) -> tuple[Any, Plan]:
     model = folder / "model"
     if not model.exists():
-        omni_model(model, torch.bfloat16)
+        omni_model(model, torch.bfloat16, kind)
         write_rows(folder, ROWS)
     tree = {
         "model": {"name_or_path": str(model)},
@@ -41,8 +41,9 @@ def recipe(folder: Path, **changes: Any) -> tuple[Any, Plan]:
     return loaded, resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model))
 
 
-def test_the_plan_counts_the_thinker_alone(tmp_path: Path) -> None:
-    _, plan = recipe(tmp_path)
+@pytest.mark.parametrize("kind", CLASSES)
+def test_the_plan_counts_the_thinker_alone(kind: str, tmp_path: Path) -> None:
+    _, plan = recipe(tmp_path, kind)
     language = {
         name: one for name, one in load_file(tmp_path / "model" / "model.safetensors").items()
         if name.startswith(("thinker.model.", "thinker.lm_head."))
@@ -52,8 +53,9 @@ def test_the_plan_counts_the_thinker_alone(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("adapter", ["lora", "none"])
-def test_a_result_is_the_whole_checkpoint(adapter: str, tmp_path: Path) -> None:
-    loaded, plan = recipe(tmp_path, adapter=adapter)
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_result_is_the_whole_checkpoint(kind: str, adapter: str, tmp_path: Path) -> None:
+    loaded, plan = recipe(tmp_path, kind, adapter=adapter)
     train(loaded, plan)
     out = tmp_path / "run" / "final"
     if adapter == "lora":
@@ -64,9 +66,10 @@ def test_a_result_is_the_whole_checkpoint(adapter: str, tmp_path: Path) -> None:
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed
     assert all(name.startswith(("thinker.model.", "thinker.lm_head.")) for name in changed)
-    assert {name: after[name].dtype for name in AROUND} == dict.fromkeys(AROUND, torch.float32)
-    assert (out / "spk_dict.pt").read_bytes() == (tmp_path / "model" / "spk_dict.pt").read_bytes()
+    assert {name: after[name].dtype for name in AROUND[kind]} == dict.fromkeys(AROUND[kind], torch.float32)
+    for file in (tmp_path / "model").glob("*.pt"):
+        assert (out / file.name).read_bytes() == file.read_bytes()
     assert read_model_facts(loaded.run.model.model_copy(update={"name_or_path": str(out)})).num_parameters
-    whole = Qwen2_5OmniForConditionalGeneration.from_pretrained(out, dtype=torch.bfloat16)
-    read = whole.thinker.state_dict()["model.language_model.layers.1.mlp.up_proj.weight"]
-    assert torch.equal(read, after["thinker.model.layers.1.mlp.up_proj.weight"])
+    whole = getattr(transformers, CLASSES[kind]).from_pretrained(out, dtype=torch.bfloat16)
+    name = "layers.1.self_attn.q_proj.weight"
+    assert torch.equal(whole.thinker.state_dict()[f"model.language_model.{name}"], after[f"thinker.model.{name}"])

@@ -9,6 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 ROWS, TOKENS = 2, 32
+_OMNI = ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
 _QWEN_VL = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm46v")
 
 
@@ -19,16 +20,16 @@ def inputs_for(config: PretrainedConfig, *, images: bool = True) -> dict[str, An
 
     Args:
         config: of the model.
-        images: whether the run trains on images or audio; Qwen2.5-Omni's towers are always traced.
+        images: whether the run trains on images or audio; Qwen-Omni's towers are always traced.
     """
     make = _MAKERS.get(config.model_type, _text)
-    return _text(config) if make in (_qwen_vl, _qwen_audio) and not images else make(config)
+    return make(config) if images or make is _qwen_omni else _text(config)
 
 
 def untraced_towers(config: PretrainedConfig, *, images: bool) -> str:
     """Why the towers of a model are not traced, as a clause; empty if they are, or if it has none."""
     towers = [name for name in ("vision_config", "audio_config") if vars(config).get(name) is not None]
-    if not towers or config.model_type == "qwen2_5_omni_thinker":
+    if not towers or config.model_type in _OMNI:
         return ""
     if not images:
         return "the run has no images or audio"
@@ -45,7 +46,7 @@ def _qwen_omni(config: PretrainedConfig) -> dict[str, Any]:
     vision, audio = config.vision_config, config.audio_config
     merged = 16 // vision.spatial_merge_size**2
     frames = 200
-    heard = _heard(frames)
+    heard = 26 if config.model_type == "qwen3_omni_moe_thinker" else _heard(frames)
     patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     named, text = config.to_dict(), _plain_ids(config)
     edges = [named.get(f"{kind}_{end}_token_id") or 5 for kind in ("vision", "audio") for end in ("start", "end")]
@@ -92,21 +93,36 @@ def _qwen_vl(config: PretrainedConfig) -> dict[str, Any]:
 
 def _qwen_audio(config: PretrainedConfig) -> dict[str, Any]:
     """One row with a sound of the extractor's full length."""
-    audio = config.audio_config
-    frames = 2 * audio.max_source_positions
-    heard = _heard(frames)
+    frames = 2 * config.audio_config.max_source_positions
+    return _sound(config, frames, _heard(frames), "feature_attention_mask")
+
+
+def _qwen_asr(config: PretrainedConfig) -> dict[str, Any]:
+    """One row with two seconds of audio."""
+    return _sound(config, 200, 26, "input_features_mask")
+
+
+def _glm_asr(config: PretrainedConfig) -> dict[str, Any]:
+    """One row with a sound of the extractor's full length."""
+    positions = config.audio_config.max_position_embeddings
+    return _sound(config, 2 * positions, positions // 4, "input_features_mask")
+
+
+def _sound(config: PretrainedConfig, frames: int, heard: int, mask: str) -> dict[str, Any]:
     text = _plain_ids(config)
     ids = torch.tensor([[text[0], *[config.audio_token_id] * heard, *text[1:]]])
     return {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
-        "input_features": torch.randn(1, audio.num_mel_bins, frames),
-        "feature_attention_mask": torch.ones(1, frames, dtype=torch.long),
+        "input_features": torch.randn(1, config.audio_config.num_mel_bins, frames),
+        mask: torch.ones(1, frames, dtype=torch.long),
     }
 
 
 _MAKERS: dict[str, Callable[[PretrainedConfig], dict[str, Any]]] = {
-    "qwen2_5_omni_thinker": _qwen_omni,
+    **dict.fromkeys(_OMNI, _qwen_omni),
     "qwen2_audio": _qwen_audio,
+    "qwen3_asr": _qwen_asr,
+    "glmasr": _glm_asr,
     **dict.fromkeys(_QWEN_VL, _qwen_vl),
 }

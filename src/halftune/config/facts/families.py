@@ -89,7 +89,8 @@ def _class_with_towers(model_type: str) -> str:
     found = _classes("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES").get(model_type, "")
     if found or model_type not in AUDIO_FAMILIES:
         return found
-    return _classes("MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES").get(model_type, "")
+    mappings = ("MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES")
+    return next((one[model_type] for one in map(_classes, mappings) if model_type in one), "")
 
 
 def other_class(raw: dict[str, Any], multimodal: str) -> tuple[str, str] | None:

@@ -15,8 +15,8 @@ from halftune.core.errors import DataError
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _LONGEST = 1 << 14  # pixels of a side that images are scaled to
+_MASK = "input_features_mask"
 _QWEN = ("pixel_values", "image_grid_thw")
-INPUTS = ("input_features", "feature_attention_mask")
 # Why a model type that hears is not in the table.
 REFUSED = {
     "voxtral": "mistral-common writes its prompts as token ids; it has no chat template that places audio",
@@ -28,7 +28,7 @@ Tower = Literal["vision", "audio", "projector"]
 TOWERS: tuple[Tower, ...] = ("vision", "audio", "projector")
 _PROJECTOR = re.compile(
     r"(^|\.)(multi_modal_projector|connector|projector|embed_vision|embed_audio|image_newline|merger"
-    r"|deepstack_merger_list|audio_tower\.proj)(\.|$)"
+    r"|(deepstack_)?merger_list|audio_tower\.proj[12]?)(\.|$)"
 )
 _AUDIO = re.compile(r"(^|\.)audio")
 
@@ -71,12 +71,14 @@ IMAGE_FAMILIES = {
     "glm4v": ImageFamily("Glm4vProcessor", "count", _QWEN, "mm_token_type_ids"),
     "glm46v": ImageFamily("Glm46VProcessor", "count", _QWEN, "mm_token_type_ids"),
     "qwen2_5_omni_thinker": ImageFamily("Qwen2_5OmniProcessor", "count", _QWEN),
+    "qwen3_omni_moe_thinker": ImageFamily("Qwen3OmniMoeProcessor", "count", _QWEN),
     "paddleocr_vl": ImageFamily("PaddleOCRVLProcessor", "size", _QWEN, "mm_token_type_ids"),
     "gemma3": ImageFamily("Gemma3Processor", "fixed", ("pixel_values",), "token_type_ids", two_way=True),
     "gemma4": ImageFamily(
         "Gemma4Processor", "size", ("pixel_values", "image_position_ids"), "mm_token_type_ids",
         nested=True, two_way=True,
     ),
+    "mistral3": ImageFamily("PixtralProcessor", "size", ("pixel_values", "image_sizes")),
     "llava": ImageFamily("LlavaProcessor", "count", ("pixel_values",)),
     "llava_next": ImageFamily("LlavaNextProcessor", "count", ("pixel_values", "image_sizes")),
     **{
@@ -85,26 +87,51 @@ IMAGE_FAMILIES = {
     },
     "internvl": ImageFamily("InternVLProcessor", "size", ("pixel_values",)),
 }  # fmt: skip
+# Pixtral is a LLaVA with the tower and the processor of Mistral 3.
+_WITH_PROCESSOR = {("llava", "PixtralProcessor"): IMAGE_FAMILIES["mistral3"]}
 # Types whose towers pass cu_seqlens, the bounds of images and sounds, to attention, as FlashAttention takes them.
-TOWERS_WITH_BOUNDS = frozenset(kind for kind, family in IMAGE_FAMILIES.items() if family.mrope)
+TOWERS_WITH_BOUNDS = frozenset(kind for kind, family in IMAGE_FAMILIES.items() if family.mrope) | {"qwen3_asr"}
 
 
 @dataclass(frozen=True)
 class AudioFamily:
-    """How a model type takes audio. All take log-mel features and their mask, and two strided convolutions follow.
+    """How a model type takes audio: features and their mask.
 
     Attributes:
         processor: name of its class in transformers.
-        padded: the encoder takes features of the extractor's full length only; else of the longest sound.
+        rule: how many tokens stand for a sound: a key of ``RULES`` in ``data/media/audio_tokens.py``.
+        mask: argument of the forward pass that marks features.
+        seconds: the longest sound; 0: whole windows of ``chunk_length`` in the processor's ``max_audio_len``, or one.
+        trimmed: features end with the longest sound; else the encoder takes them as the extractor pads them.
+        bounds: attributes of the processor: tokens that it writes around a sound; else the chat template does.
+        single: the processor takes one sound of a row.
     """
 
     processor: str
-    padded: bool = False
+    rule: str
+    mask: str = "feature_attention_mask"
+    seconds: float = 0
+    trimmed: bool = False
+    bounds: tuple[()] | tuple[str, str] = ()
+    single: bool = False
 
 
+_GEMMA = ("boa_token", "eoa_token")
 AUDIO_FAMILIES = {
-    "qwen2_5_omni_thinker": AudioFamily("Qwen2_5OmniProcessor"),
-    "qwen2_audio": AudioFamily("Qwen2AudioProcessor", padded=True),
+    "qwen2_5_omni_thinker": AudioFamily("Qwen2_5OmniProcessor", "pooled", trimmed=True),
+    # 40 minutes: Qwen3-Omni, arXiv:2509.17765, section 2.1
+    "qwen3_omni_moe_thinker": AudioFamily("Qwen3OmniMoeProcessor", "chunks", seconds=2400),
+    "qwen2_audio": AudioFamily("Qwen2AudioProcessor", "pooled"),
+    # 20 minutes: MAX_ASR_INPUT_SECONDS of github.com/QwenLM/Qwen3-ASR, qwen_asr/inference/utils.py
+    "qwen3_asr": AudioFamily("Qwen3ASRProcessor", "chunks", _MASK, seconds=1200, single=True),
+    "audioflamingo3": AudioFamily("AudioFlamingo3Processor", "pooled", _MASK, single=True),
+    "musicflamingo": AudioFamily(
+        "MusicFlamingoProcessor", "pooled", _MASK, bounds=("audio_bos_token", "audio_eos_token"), single=True
+    ),
+    "glmasr": AudioFamily("GlmAsrProcessor", "merged", _MASK, single=True),
+    # 30 s: the extractors' max_length, or the processor's audio_seq_length
+    "gemma4": AudioFamily("Gemma4Processor", "strided", _MASK, seconds=30, bounds=_GEMMA),
+    "gemma4_unified": AudioFamily("Gemma4UnifiedProcessor", "raw", _MASK, seconds=30, bounds=_GEMMA),
 }
 
 
@@ -118,6 +145,20 @@ def wrong_extractor(content: dict[str, Any]) -> str:
     return wrong_extractor(inner) if isinstance(inner, dict) else ""
 
 
+def image_family(folder: Path, kind: str) -> ImageFamily | None:
+    """How the model of a type in a folder takes images; None if it is not trained on them."""
+    return _image_family(kind, [read_json(path) for path in _processor_files(folder)])
+
+
+def _image_family(kind: str, contents: list[dict[str, Any]]) -> ImageFamily | None:
+    named = [(kind, str(one.get("processor_class"))) for one in contents]
+    return next((_WITH_PROCESSOR[one] for one in named if one in _WITH_PROCESSOR), IMAGE_FAMILIES.get(kind))
+
+
+def _processor_files(folder: Path) -> list[Path]:
+    return [folder / name for name in PROCESSOR_FILES if (folder / name).is_file()]
+
+
 def check_processor(folder: Path) -> list[Path]:
     """The files of a model's image processor.
 
@@ -125,7 +166,7 @@ def check_processor(folder: Path) -> list[Path]:
         DataError: there are none, they name another processor than the model type has, or sides that no image needs.
         ModelError: one is not a JSON object.
     """
-    files = [folder / name for name in PROCESSOR_FILES if (folder / name).is_file()]
+    files = _processor_files(folder)
     if not files:
         what = f"the model has no image processor ({PROCESSOR_FILES[0]})"
         remedy = "download the whole checkpoint"
@@ -138,7 +179,7 @@ def check_processor(folder: Path) -> list[Path]:
 
 def _problems(kind: str, contents: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     """What is wrong with the processor of a model type, and the remedies."""
-    family, correct = IMAGE_FAMILIES.get(kind), f"correct {PROCESSOR_FILES[0]}"
+    family, correct = _image_family(kind, contents), f"correct {PROCESSOR_FILES[0]}"
     expected = AUDIO_FAMILIES[kind].processor if family is None else family.processor
     if named := {str(one.get("processor_class") or "") for one in contents} - {"", expected}:
         what = f"model type {kind} with a {', '.join(sorted(named))} is not supported"

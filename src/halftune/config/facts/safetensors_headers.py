@@ -23,7 +23,7 @@ _POINTER = b"version https://git-lfs"
 _SAMPLE = 1 << 16  # bytes compared at the beginning, in the middle and at the end
 # In the files, but not in the trained text model: extra prediction heads, towers, tables.
 _NOT_LOADED = re.compile(
-    r"(^|\.)(mtp|visual|vision_tower|vision_model|audio_tower|multi_modal_projector|mlp_AR|talker|token2wav)\.|inv_freq$"
+    r"(^|\.)(mtp|visual|vision_tower|vision_model|audio_tower|multi_modal_projector|mlp_AR|talker|token2wav|code2wav)\.|inv_freq$"
 )
 
 

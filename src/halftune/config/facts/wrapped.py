@@ -29,6 +29,7 @@ class Wrapper:
 
 WRAPPERS = {
     "qwen2_5_omni": Wrapper("thinker_config", "thinker.", "qwen2_5_omni_thinker", ("spk_dict.pt",)),
+    "qwen3_omni_moe": Wrapper("thinker_config", "thinker.", "qwen3_omni_moe_thinker"),
 }
 
 

@@ -1,14 +1,20 @@
-"""A model's own feature extractor: the placeholders of a sound by its length, and the inputs of the forward pass."""
+"""The audio part of a model's own processor: placeholders of a sound by its length, and inputs of the forward pass."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from transformers import AutoFeatureExtractor, PreTrainedTokenizerBase
 
-from halftune.config.facts.media import AUDIO_FAMILIES
+from halftune.config.facts.folder import read_json
+from halftune.config.facts.media import AUDIO_FAMILIES, AudioFamily
+from halftune.data.media.audio_tokens import RULES
+from halftune.data.media.processor_class import processor_class
 from halftune.data.media.reference import BadMedia, MediaRef, read_content
 from halftune.data.media.sound import NotSound, resampled, samples
 
@@ -26,44 +32,87 @@ class AudioProcessor:
     def __init__(
         self, model: str, model_type: str, tokenizer: PreTrainedTokenizerBase, max_seconds: float | None
     ) -> None:
-        self._family = AUDIO_FAMILIES[model_type]
-        self._own: Any = AutoFeatureExtractor.from_pretrained(model, trust_remote_code=False)  # unset, it asks
-        self.token: str = getattr(tokenizer, "audio_token", None) or "<|AUDIO|>"
-        own = float(self._own.chunk_length)
+        self._family = family = AUDIO_FAMILIES[model_type]
+        self._extractor: Any = AutoFeatureExtractor.from_pretrained(model, trust_remote_code=False)  # unset, it asks
+        self._own = _build(Path(model), family, tokenizer, self._extractor)
+        self._options = self._own._merge_kwargs(tokenizer_init_kwargs=tokenizer.init_kwargs)["audio_kwargs"]
+        self._options |= {"return_tensors": "pt", "sampling_rate": self._extractor.sampling_rate}
+        self.token: str = self._own.audio_token
+        own = family.seconds or _windows(self._own) * float(self._extractor.chunk_length)
         self._seconds = own if max_seconds is None else min(own, max_seconds)
 
-    def text(self, ref: MediaRef) -> str:
-        """The text that stands for a sound.
+    def texts(self, refs: Sequence[MediaRef]) -> list[str]:
+        """The texts that stand for the sounds of a conversation, in order.
 
         Raises:
-            BadMedia: too short or too long.
+            BadMedia: one is too short or too long, or there are more than the model's processor takes.
         """
+        if self._family.single and len(refs) > 1:
+            raise BadMedia(f"{len(refs)} sounds in a row; the model's processor takes one")
+        rate = self._extractor.sampling_rate
+        lengths = [resampled(ref.frames, ref.rate, rate) for ref in refs]
+        return [self._text(ref, length, max(lengths)) for ref, length in zip(refs, lengths, strict=True)]
+
+    def _text(self, ref: MediaRef, length: int, longest: int) -> str:
         name, seconds = ref.path or "the sound in the row", ref.frames / ref.rate
         if seconds > self._seconds:
             raise BadMedia(f"{name}: {seconds:.1f} s, more than {self._seconds:g}")
-        length = resampled(ref.frames, ref.rate, self._own.sampling_rate)
-        features = min(-(-length // self._own.hop_length), self._own.nb_max_frames)
-        count = ((features - 1) // 2 + 1 - 2) // 2 + 1
+        count = RULES[self._family.rule](self._extractor, length, longest)
         if count < 2:  # Qwen2-Audio takes one token alone for an older form of placeholder
             raise BadMedia(f"{name}: {seconds:.3f} s are too short for two tokens")
-        return self.token * count
+        bounds = [getattr(self._own, bound) for bound in self._family.bounds]
+        return (self.token * count).join(bounds or ("", ""))
 
-    def inputs(self, refs: Sequence[MediaRef]) -> dict[str, torch.Tensor]:
-        """``input_features`` ``[A, M, F]`` and ``feature_attention_mask`` ``[A, F]`` of sounds, in order.
+    def inputs(self, groups: Sequence[Sequence[MediaRef]]) -> dict[str, torch.Tensor]:
+        """The forward pass's arguments for the sounds of each conversation, in the order of their placeholders.
+
+        The processor is called for each conversation, as in chat: features of a sound may depend on its neighbours'
+        lengths.
+
+        Returns:
+            ``input_features`` ``[A, M, F]`` or ``[A, F, M]`` and its mask ``[A, F]``, padded with zeros.
 
         Raises:
             BadMedia: a file is damaged or changed.
         """
-        rate = self._own.sampling_rate
-        waves = [_decoded(ref, rate) for ref in refs]
-        made = self._own(
-            waves, sampling_rate=rate, padding="max_length", return_attention_mask=True, return_tensors="pt"
-        )
-        features, mask = made["input_features"], made["attention_mask"]
-        if not self._family.padded:  # the model removes what is masked
+        made = [self._features(group) for group in groups if group]
+        return {name: _stacked([one[name] for one in made]) for name in ("input_features", self._family.mask)}
+
+    def _features(self, refs: Sequence[MediaRef]) -> dict[str, torch.Tensor]:
+        waves = [_decoded(ref, self._extractor.sampling_rate) for ref in refs]
+        found, _ = self._own._process_audio(waves, **self._options)
+        features, mask = torch.as_tensor(found["input_features"]), torch.as_tensor(found[self._family.mask])
+        if self._family.trimmed:  # the model removes what is masked
             longest = int(mask.sum(-1).max())
             features, mask = features[..., :longest], mask[:, :longest]
-        return {"input_features": features, "feature_attention_mask": mask}
+        return {"input_features": features, self._family.mask: mask}
+
+
+def _build(folder: Path, family: AudioFamily, tokenizer: PreTrainedTokenizerBase, extractor: Any) -> Any:
+    """The processor without its image and video processors."""
+    base = processor_class(family.processor)
+    if base is None:
+        raise ValueError(f"transformers has no {family.processor}")
+    own = type(family.processor, (base,), {"check_argument_for_proper_class": lambda *_: None})
+    file = folder / "processor_config.json"
+    saved = read_json(file) if file.is_file() else {}
+    known = set(inspect.signature(base.__init__).parameters) - {"kwargs", "chat_template"}
+    options = {name: value for name, value in saved.items() if name in known and not isinstance(value, dict)}
+    options |= dict.fromkeys(known & {"image_processor", "video_processor"})
+    return own(feature_extractor=extractor, tokenizer=tokenizer, **options)
+
+
+def _windows(own: Any) -> int:
+    """Windows of the feature extractor that a processor cuts sounds into; 1 if it does not."""
+    return int(getattr(own, "max_audio_len", 0) // own.feature_extractor.chunk_length) or 1
+
+
+def _stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensors ``[A, ...]`` in one, each padded with zeros to the largest."""
+    sizes = [max(one.shape[axis] for one in parts) for axis in range(1, parts[0].dim())]
+    widths = [[x for axis in reversed(range(1, one.dim())) for x in (0, sizes[axis - 1] - one.shape[axis])]
+              for one in parts]  # fmt: skip
+    return torch.cat([pad(one, width) for one, width in zip(parts, widths, strict=True)])
 
 
 def _decoded(ref: MediaRef, rate: int) -> Any:

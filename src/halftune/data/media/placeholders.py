@@ -50,7 +50,7 @@ class Placeholders:
         """
         try:
             refs = [refer(value, self._folder, kind) for kind, value in media]
-            texts = [self._processor.text(ref) for ref in refs]
+            texts = self._processor.texts(refs)
         except BadMedia as error:
             if self._settings.on_bad == "drop":
                 raise RowDropped("an image or a sound cannot be used") from error

@@ -69,7 +69,7 @@ class MediaPreview:
         return [{**asdict(self._described(ref)), "preview": self._copy(ref)} for ref in refs]
 
     def _described(self, ref: MediaRef) -> Medium:
-        ids = self._tokenizer(self._processor.text(ref), add_special_tokens=False)["input_ids"]
+        ids = self._tokenizer(self._processor.texts([ref])[0], add_special_tokens=False)["input_ids"]
         seconds = ref.frames / ref.rate if ref.is_audio else 0.0
         kind = "audio" if ref.is_audio else "image"
         return Medium(kind, Path(ref.path).name, len(ids), ref.width, ref.height, round(seconds, 3))

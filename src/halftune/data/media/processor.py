@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from PIL import Image
 from transformers import AutoImageProcessor, PreTrainedTokenizerBase
-from transformers.models.auto.processing_auto import processor_class_from_name
 
 from halftune.config.facts.folder import read_json
-from halftune.config.facts.media import IMAGE_FAMILIES, ImageFamily, check_processor
+from halftune.config.facts.media import ImageFamily, check_processor, image_family
 from halftune.config.facts.wrapped import unwrapped
 from halftune.config.run import RunConfig
 from halftune.core.errors import DataError
 from halftune.data.media.audio import AudioProcessor
+from halftune.data.media.processor_class import processor_class
 from halftune.data.media.reference import BadMedia, MediaRef, decode, media_same
 from halftune.data.store import TokenStore
 from halftune.data.templates.assistant_turns import Turn
@@ -129,7 +129,7 @@ class MediaProcessor:
 
     def __init__(self, settings: MediaSettings, tokenizer: PreTrainedTokenizerBase) -> None:
         self.settings = settings
-        self.family = IMAGE_FAMILIES.get(settings.model_type, _NO_IMAGES)
+        self.family = image_family(Path(settings.model), settings.model_type) or _NO_IMAGES
         self.audio: AudioProcessor | None = None
         self._own: Any = None
         try:
@@ -167,14 +167,16 @@ class MediaProcessor:
             self._own.valid_processor_kwargs, tokenizer_init_kwargs=self._own.tokenizer.init_kwargs
         )["images_kwargs"]
 
-    def text(self, ref: MediaRef) -> str:
-        """The text that stands for an image or a sound.
+    def texts(self, refs: Sequence[MediaRef]) -> list[str]:
+        """The texts that stand for the images and sounds of a conversation, in order.
 
         Raises:
-            BadMedia: the processor refuses its size.
+            BadMedia: the processor refuses a size or a length.
         """
-        if self.audio is not None and ref.is_audio:
-            return self.audio.text(ref)
+        sounds = iter(self.audio.texts([ref for ref in refs if ref.is_audio]) if self.audio is not None else ())
+        return [next(sounds) if ref.is_audio else self._text(ref) for ref in refs]
+
+    def _text(self, ref: MediaRef) -> str:
         size = self.settings.fitted(ref.width, ref.height)
         fixed = self.family.expansion == "fixed" and not getattr(self._own.image_processor, "do_pan_and_scan", False)
         try:
@@ -191,7 +193,7 @@ class MediaProcessor:
         pieces = split_at(text, [self.token_of(ref) for ref in refs])
         if pieces is None:
             return None
-        texts = [self.text(ref) for ref in refs]
+        texts = self.texts(refs)
         return pieces[0] + "".join(one + piece for one, piece in zip(texts, pieces[1:], strict=True))
 
     def _expansion(self, width: int, height: int) -> str:
@@ -207,13 +209,13 @@ class MediaProcessor:
         Raises:
             BadMedia: an image is damaged or changed.
         """
-        heard = [ref for ref in chain.from_iterable(refs) if ref.is_audio]
-        audio = self.audio.inputs(heard) if self.audio is not None and heard else {}
+        heard = [[ref for ref in group if ref.is_audio] for group in refs]
+        audio = self.audio.inputs(heard) if self.audio is not None and any(heard) else {}
         groups = [self._images(group) for group in refs]
         if not any(groups):
             return audio
         images = groups if self.family.nested else list(chain.from_iterable(groups))
-        made = self._own.image_processor(images, **{**self._options, "return_tensors": "pt"})
+        made, _ = self._own._process_images(images, **{**self._options, "return_tensors": "pt"})
         return audio | {name: made[name] for name in self.family.inputs if name in made}
 
     def _images(self, refs: Sequence[MediaRef]) -> list[Image.Image]:
@@ -235,7 +237,7 @@ class MediaProcessor:
 
 def _build(settings: MediaSettings, family: ImageFamily, tokenizer: PreTrainedTokenizerBase) -> Any:
     folder = Path(settings.model)
-    base = processor_class_from_name(family.processor)
+    base = processor_class(family.processor)
     if base is None:
         raise ValueError(f"transformers has no {family.processor}")
     # its check of the arguments' classes needs torchvision, for the video processor

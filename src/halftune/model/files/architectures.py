@@ -14,6 +14,7 @@ from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
     PreTrainedConfig,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -107,8 +108,9 @@ def is_multimodal(folder: Path, model: ModelSection) -> bool:
 
 def multimodal_auto(config: PreTrainedConfig) -> Any:
     """The auto class that builds a model with its towers."""
-    sees = type(config) in AutoModelForImageTextToText._model_mapping
-    return AutoModelForImageTextToText if sees else AutoModelForMultimodalLM
+    # Audio Flamingo is in the last
+    autos = (AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM)
+    return next((auto for auto in autos if type(config) in auto._model_mapping), AutoModelForMultimodalLM)
 
 
 def read_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:

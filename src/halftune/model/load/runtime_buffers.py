@@ -122,6 +122,8 @@ def _rebuilt(model: PreTrainedModel, section: ModelSection) -> nn.Module:
     for part in (config, *(vars(config).get(name) for name in config.sub_configs)):
         if part is not None:
             part.dtype = torch.float32
+            if part not in (config, config.get_text_config(decoder=True)):
+                part._attn_implementation = "eager"  # of a tower; not every one has the implementation it was given
     before = torch.get_default_dtype()
     try:
         with ExitStack() as stack:
