@@ -29,6 +29,7 @@ class AudioProcessor:
         self._family = AUDIO_FAMILIES[model_type]
         self._own: Any = AutoFeatureExtractor.from_pretrained(model, trust_remote_code=False)  # unset, it asks
         self.token: str = getattr(tokenizer, "audio_token", None) or "<|AUDIO|>"
+        self.token_id: Any = tokenizer.convert_tokens_to_ids(self.token)
         own = float(self._own.chunk_length)
         self._seconds = own if max_seconds is None else min(own, max_seconds)
 
