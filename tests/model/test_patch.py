@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from tiny_model import because, plan
+from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 
 from halftune.core.errors import DtypeContractError, ModelError
 from halftune.model.attention.packing_check import packed_row
+from halftune.model.attention.qk_dtype import cast_qk_to_compute_dtype
 from halftune.model.attention.register import current_guard, register_attention, registered_attention
 from halftune.plan import Plan
 
@@ -195,3 +197,23 @@ def test_a_compiled_model_runs_packed_rows() -> None:
         expected = model(**row, use_cache=False).logits
         compiled = torch.compile(model, backend="eager")
         torch.testing.assert_close(compiled(**row, use_cache=False).logits, expected)
+
+
+class AngleRotaryEmbedding(nn.Module):
+    def forward(self, length: int) -> torch.Tensor:
+        return torch.outer(torch.arange(length).float(), torch.tensor([1.0, 0.37]))
+
+
+class TableRotaryEmbedding(AngleRotaryEmbedding):
+    def forward(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = super().forward(length)
+        return angles.cos(), angles.sin()
+
+
+def test_angles_are_not_rounded_under_autocast_and_tables_are() -> None:
+    model = nn.ModuleList([AngleRotaryEmbedding(), TableRotaryEmbedding()])
+    cast_qk_to_compute_dtype(model, plan("bf16"))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        angles, tables = (rotary(300) for rotary in model)
+    assert torch.equal(angles, torch.outer(torch.arange(300).float(), torch.tensor([1.0, 0.37])))
+    assert {one.dtype for one in tables} == {torch.bfloat16}

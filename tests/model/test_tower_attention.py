@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from released_omni import released_tower
 from standins.flash import flash_attn_installed
 from tiny_audio import audio_model, rows_of, write_sound
 from tiny_audio import write_rows as write_sounds
@@ -158,3 +159,18 @@ def test_the_released_attention_of_omnis_tower_is_named(
     lines = Path(__file__).read_text().splitlines()
     place = next(number for number, text in enumerate(lines, 1) if text.endswith(f"# {rotate.__name__}"))
     assert {(one.target, Path(one.file), one.line) for one in found} == {(target, Path(__file__), place)}
+
+
+@pytest.mark.parametrize("compute", HALF)
+def test_under_a_plan_the_released_tower_has_tables_in_fp32(
+    flash: ModuleType, compute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So doctor has nothing to say about the very file whose tables failed, and the guard nothing to do."""
+    released_tower(tmp_path, monkeypatch)
+    run, plan = recipe(tmp_path, "qwen2_5_omni", compute)
+    assert not trace_model(run, plan).violations
+    step(run, plan, flash)
+    called = Counter(flash.calls)
+    assert called.pop(("apply_rotary_emb", (torch.float32,) * 3)) == 2, "q and k"
+    assert {dtypes for _, dtypes in called} == {(HALF[compute],) * 3}
+    assert current_guard().report()["casts"] == 0

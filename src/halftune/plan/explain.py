@@ -170,7 +170,7 @@ def _parts(plan: Plan) -> list[Row]:
         rows += [_row("  dtype", part.dtype), _row("  attention", part.attention), _row("  keep fp32", part.keep_fp32)]
         if part.learning_rate is not None:
             rows.append(_row("  learning rate", part.learning_rate, f"{part.learning_rate.value:g}"))
-    return [*rows, *([_row("image features", plan.features)] if plan.features is not None else [])]
+    return [*rows, *([_row("media features", plan.features)] if plan.features is not None else [])]
 
 
 def _memory(memory: MemoryPlan) -> list[Row]:

@@ -259,7 +259,7 @@ class Plan:
         optimizer: by its name in ``training.optim``, and which weights it updates.
         teacher: how the model that this one learns from is computed; None without one.
         towers: what becomes of a multimodal checkpoint's towers, ``kept | used | left out``; None without any.
-        features: whether a frozen vision tower is computed once per image; None without images.
+        features: whether frozen towers are computed once per image and sound; None without media.
         parts: how each part of a multimodal model is trained; empty unless the towers are used.
     """
 

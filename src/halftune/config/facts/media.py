@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -105,6 +105,7 @@ class AudioFamily:
         trimmed: features end with the longest sound; else the encoder takes them as the extractor pads them.
         bounds: attributes of the processor: tokens that it writes around a sound; else the chat template does.
         single: the processor takes one sound of a row.
+        alone: features of a sound depend on it alone, in tests too: a frozen tower computes them once.
     """
 
     processor: str
@@ -114,14 +115,15 @@ class AudioFamily:
     trimmed: bool = False
     bounds: tuple[()] | tuple[str, str] = ()
     single: bool = False
+    alone: bool = False
 
 
 _GEMMA = ("boa_token", "eoa_token")
 AUDIO_FAMILIES = {
-    "qwen2_5_omni_thinker": AudioFamily("Qwen2_5OmniProcessor", "pooled", trimmed=True),
+    "qwen2_5_omni_thinker": AudioFamily("Qwen2_5OmniProcessor", "pooled", trimmed=True, alone=True),
     # 40 minutes: Qwen3-Omni, arXiv:2509.17765, section 2.1
     "qwen3_omni_moe_thinker": AudioFamily("Qwen3OmniMoeProcessor", "chunks", seconds=2400),
-    "qwen2_audio": AudioFamily("Qwen2AudioProcessor", "pooled"),
+    "qwen2_audio": AudioFamily("Qwen2AudioProcessor", "pooled", alone=True),
     # 20 minutes: MAX_ASR_INPUT_SECONDS of github.com/QwenLM/Qwen3-ASR, qwen_asr/inference/utils.py
     "qwen3_asr": AudioFamily("Qwen3ASRProcessor", "chunks", _MASK, seconds=1200, single=True),
     "audioflamingo3": AudioFamily("AudioFlamingo3Processor", "pooled", _MASK, single=True),
@@ -133,6 +135,12 @@ AUDIO_FAMILIES = {
     "gemma4": AudioFamily("Gemma4Processor", "strided", _MASK, seconds=30, bounds=_GEMMA),
     "gemma4_unified": AudioFamily("Gemma4UnifiedProcessor", "raw", _MASK, seconds=30, bounds=_GEMMA),
 }
+
+
+def kept_kinds(model_type: str, kinds: Iterable[str]) -> tuple[str, ...]:
+    """Of these kinds of media those whose features a frozen tower may compute once."""
+    heard = AUDIO_FAMILIES.get(model_type)
+    return tuple(kind for kind in kinds if kind == "image" or (kind == "audio" and heard is not None and heard.alone))
 
 
 def wrong_extractor(content: dict[str, Any]) -> str:

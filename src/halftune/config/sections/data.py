@@ -166,8 +166,8 @@ class DataSection(Section):
     """Scale smaller images up to this many pixels."""
 
     cache_features: Flag | Literal["auto"] = "auto"
-    """Compute a frozen vision tower once per image, and keep its features in the cache. `auto`: if images are seen more
-    than once and the disk has room."""
+    """Compute frozen towers once per image and sound, and keep the features in the cache. `auto`: if media are used
+    more than once and the disk has room."""
 
     on_bad_media: Literal["error", "drop"] = "error"
     """A missing, broken or too large image or sound stops the run (`error`), or its row is dropped and counted

@@ -38,6 +38,7 @@ class AudioProcessor:
         self._options = self._own._merge_kwargs(tokenizer_init_kwargs=tokenizer.init_kwargs)["audio_kwargs"]
         self._options |= {"return_tensors": "pt", "sampling_rate": self._extractor.sampling_rate}
         self.token: str = self._own.audio_token
+        self.token_id: Any = tokenizer.convert_tokens_to_ids(self.token)
         own = family.seconds or _windows(self._own) * float(self._extractor.chunk_length)
         self._seconds = own if max_seconds is None else min(own, max_seconds)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from halftune.attention.backends import backend_of
 from halftune.attention.contract import AttentionPlan
 from halftune.config.facts.architecture import Tensor, total_elements
-from halftune.config.facts.media import TOWERS, TOWERS_WITH_BOUNDS, part_of
+from halftune.config.facts.media import TOWERS, TOWERS_WITH_BOUNDS, kept_kinds, part_of
 from halftune.config.facts.model import ModelFacts
 from halftune.config.run import RunConfig
 from halftune.config.sections.model import LoraAdapter, NoAdapter
@@ -279,15 +279,16 @@ def tower_work(config: RunConfig) -> str:
 def choose_features(
     config: RunConfig, facts: ModelFacts, precision: PrecisionPlan, strategy: str
 ) -> Choice[bool] | None:
-    """Whether the features of images are kept.
+    """Whether the features of images and sounds are kept.
 
     Raises:
-        PlanError: they are asked for, and the tower is trained.
+        PlanError: they are asked for, and a tower that makes them is trained.
     """
     asked, chosen, training = config.data.cache_features, modes(config), config.training
-    if not config.data.images:
+    if not config.data.media:
         return None
-    trained = next((part for part in ("vision", "projector") if chosen[part] != "frozen"), "")
+    used = {"vision": config.data.images, "audio": config.data.audio, "projector": True}
+    trained = next((part for part in used if used[part] and chosen[part] != "frozen"), "")
     if trained and asked is True:
         what, remedy = f"{trained} is trained: its features change", "set data.cache_features: auto"
         raise PlanError(what, where="data.cache_features", remedy=remedy, code="plan.parts_conflict")
@@ -295,18 +296,21 @@ def choose_features(
         f"{trained} is trained: features change in every step": trained,
         "fsdp2 shards the tower": strategy == "fsdp2",
         "switched off (data.cache_features)": asked is False,
+        "features of these media are computed anew": not kept_kinds(facts.model_type, config.data.media),
     }
     if asked == "auto":
         once = training.max_steps is None and training.num_train_epochs <= 1
-        against |= {"data.cache is off": not config.data.cache, "each image is seen once": once}
+        against |= {"data.cache is off": not config.data.cache, "media are used once": once}
     if reason := next(filter(against.get, against), ""):
         return Choice(False, reason)
-    size = _feature_bytes(facts, precision)
-    disk = f"the frozen tower is computed once per image, {size:,} bytes per image token on disk"
+    kept = kept_kinds(facts.model_type, config.data.media)
+    sizes = [f"{_feature_bytes(facts, precision, kind):,} bytes per {kind} token" for kind in kept]
+    disk = f"the frozen tower is computed once per medium, {', '.join(sizes)} on disk"
     return Choice(True, disk if asked == "auto" else f"asked for (data.cache_features): {disk}")
 
 
-def _feature_bytes(facts: ModelFacts, precision: PrecisionPlan) -> int:
-    """Bytes that the features of one image token take; DeepStack has further features for some layers."""
-    layers = 1 + len(((facts.raw or {}).get("vision_config") or {}).get("deepstack_visual_indexes") or ())
+def _feature_bytes(facts: ModelFacts, precision: PrecisionPlan, kind: str) -> int:
+    """Bytes that the features of a token take; DeepStack has further features of images for some layers."""
+    vision = (facts.raw or {}).get("vision_config") or {}
+    layers = 1 + len(vision.get("deepstack_visual_indexes") or ()) if kind == "image" else 1
     return layers * facts.hidden_size * (4 if precision.compute.value == "fp32" else 2)
