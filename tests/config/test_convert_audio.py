@@ -72,7 +72,7 @@ def converted(recipe: dict[str, Any], framework: str, **changes: Any) -> Any:
         (("audios", "videos"), {}, "refused"),
         (("audios",), {"model_name_or_path": "Qwen/Qwen2.5-VL-7B-Instruct"}, "refused"),
         (("audios",), {"model_name_or_path": "mistralai/Voxtral-Mini-3B-2507"}, "refused"),
-        (("audios",), {"stage": "dpo"}, "refused"),
+        (("audios",), {"stage": "rm"}, "refused"),
     ],
 )
 def test_llamafactory(columns: tuple[str, ...], changes: dict[str, Any], status: str) -> None:

@@ -85,10 +85,13 @@ def _packed(segments: Sequence[Segment], pad_token_id: int) -> Batch:
 
 
 def some_segments(batch: Batch, kept: Tensor) -> Batch | None:
-    """The segments of a batch for which ``kept`` is true: bool ``[S]``; None for batches with media.
+    """The segments of a batch for which ``kept`` is true: bool ``[S]``; None in a run with media.
 
-    Their order stays; columns and counts are those of the whole batch. Synchronises with the device.
+    There, a batch without media is not taken apart either, so that all processes make as many forward passes.
+    The segments' order stays; columns and counts are those of the whole batch. Synchronises with the device.
     """
+    if batch.of_media:
+        return None
     extras = {name: value for name, value in batch.extras.items() if name != LABEL_POSITIONS}
     more = {"segment_of_example": batch.segment_of_example[kept], "examples": ()}
     if "seq_idx" not in batch.tokens and not extras:
@@ -130,6 +133,7 @@ class Batch:
         weight: the batch's part of the loss normaliser, as the method defines it.
         fed, real, trained: token counts: with padding, without padding, with a predicted label.
         examples: indices into the split; empty for a filler batch that keeps processes in step.
+        of_media: whether the run trains on media, also where this batch has none.
     """
 
     tokens: dict[str, Tensor]
@@ -141,6 +145,7 @@ class Batch:
     real: int = 0
     trained: int = 0
     examples: tuple[int, ...] = ()
+    of_media: bool = False
 
     @property
     def inputs(self) -> dict[str, Tensor | int]:
@@ -186,4 +191,4 @@ def without_labels(batch: Batch) -> Batch:
     tokens = {**batch.tokens, "labels": torch.full_like(batch.tokens["labels"], NO_LABEL)}
     extras = {**batch.extras, LABEL_POSITIONS: torch.zeros(0, dtype=torch.int64)}
     columns = {**batch.columns, WEIGHT: torch.zeros_like(batch.columns[WEIGHT])}
-    return Batch(tokens, extras, columns, batch.segment_of_example)
+    return Batch(tokens, extras, columns, batch.segment_of_example, of_media=batch.of_media)

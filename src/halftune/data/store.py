@@ -220,9 +220,11 @@ def build_store(
     places = np.array(origins, dtype=np.int32).reshape(-1, 2)
     names, columns = _columns(examples)
     highest = int(ids.max(initial=0))
-    media = np.frombuffer(b"".join(one.media for one in segments), dtype=np.uint8)
-    ends, numbers = _starts([len(one.media) for one in segments]), np.arange(len(segments))
-    media_at = np.stack([numbers, ends[:-1], ends[1:]], axis=1)[np.diff(ends) > 0]
+    held = list(dict.fromkeys(one.media for one in segments if one.media))  # answers to one prompt share its media
+    media, ends = np.frombuffer(b"".join(held), dtype=np.uint8), _starts([len(one) for one in held])
+    ranges = {one: (ends[place], ends[place + 1]) for place, one in enumerate(held)}
+    media_at = np.array([(i, *ranges[one.media]) for i, one in enumerate(segments) if one.media], np.int64)
+    media_at = media_at.reshape(-1, 3)
     packed = [_as_json(one.row) for one in examples]
     rows, rows_at = np.frombuffer(b"".join(packed), dtype=np.uint8), _starts([len(one) for one in packed])
     return TokenStore(

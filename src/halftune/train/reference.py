@@ -107,6 +107,7 @@ def _key(run: TrainState, split: TokenizedSplit) -> str:
     start = {
         "versions": [__version__, torch.__version__],
         "inputs": [run.inputs["model"]["files"], run.inputs["adapter"]],
+        "media": [run.inputs["processor"], config.data.image_min_pixels, config.data.image_max_pixels],
         "sections": [
             config.model.model_dump(mode="json"),
             config.adapter.model_dump(mode="json"),
@@ -116,6 +117,7 @@ def _key(run: TrainState, split: TokenizedSplit) -> str:
     }
     digest = hashlib.sha256(json.dumps(start, sort_keys=True, default=str).encode())
     for index in range(len(split)):
+        digest.update(split.digests(index))
         for segment in split.example(index).segments:
             digest.update(len(segment.input_ids).to_bytes(8, "little"))
             digest.update(segment.input_ids.tobytes() + segment.loss_mask.tobytes())

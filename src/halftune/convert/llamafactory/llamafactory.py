@@ -249,7 +249,7 @@ def _media(name: str, entry: Any) -> set[str]:
 def _untrained_media(draft: Draft, names: list[str], known: dict[str, Any], stage: str) -> list[str]:
     """The data sets with media that would not be trained; images and audio are, where the model takes them."""
     media = {name: found for name in names if (found := _media(name, known.get(name)))}
-    taken = audio.find_media(draft.get("model.name_or_path")) if stage == "sft" else set[str]()
+    taken = audio.find_media(draft.get("model.name_or_path")) if stage in ("sft", "dpo", "kto") else set[str]()
     found = set[str]().union(*media.values())
     if not found <= taken:
         return list(media)

@@ -58,4 +58,4 @@ class Grouper:
         start, begin = int(own.loss_mask.argmax()), int(other.loss_mask.argmax())
         ids = np.concatenate([own.input_ids[:start], other.input_ids[begin:]])[: self._max_length]
         mask = np.concatenate([own.loss_mask[:start], other.loss_mask[begin:]])[: self._max_length]
-        return Segment(ids, mask)
+        return Segment(ids, mask, own.media)  # which the prompt holds

@@ -160,8 +160,7 @@ class RowTokenizer:
         if isinstance(made, Rated):
             return (self._render_turns(made.conversation),)
         assert isinstance(made, Conversation)
-        found = self._render_turns(made)
-        return (self._images.expand(found, made.media),) if made.media and self._images is not None else (found,)
+        return (self._render_turns(made),)
 
     def _render_document(self, text: str) -> Rendering:
         if self._control.has_private_characters(text):
@@ -180,7 +179,7 @@ class RowTokenizer:
         found = render_turns(self._template, self._with_system(made), self._settings.train_on, self._ends)
         if self._settings.on_lost_text == "drop" and (lost := [one for one in found.notes if one in LOSSES]):
             raise RowDropped(lost[0])
-        return found
+        return self._images.expand(found, made.media) if made.media and self._images is not None else found
 
     def for_template(self, made: Conversation) -> Conversation:
         """A conversation as the chat template takes it: with the recipe's system message, and ids of tool calls.
@@ -210,7 +209,8 @@ class RowTokenizer:
         try:
             masked = list(map(self._mask, renderings, tokens, [outcome] * len(tokens)))
             if len(masked) > 1 and self._settings.overlong == "proportional":
-                outcome.examples = [Example(self._fit_answers(masked, outcome), outcome.columns)]
+                media = [one.media for one in renderings]
+                outcome.examples = [Example(self._fit_answers(masked, outcome, media), outcome.columns)]
                 return
             segments = [self._fit(index, one, outcome, of.media) for one, of in zip(masked, renderings, strict=True)]
             if len(segments) > 1 and outcome.truncated:
@@ -241,13 +241,17 @@ class RowTokenizer:
         remedy = "raise data.max_length, or set data.overlong to truncate or drop"
         raise BadRow(index, what, remedy, "data.sample_too_long")
 
-    def _fit_answers(self, samples: Sequence[WholeSample], outcome: Outcome) -> tuple[Segment, ...]:
+    def _fit_answers(
+        self, samples: Sequence[WholeSample], outcome: Outcome, media: Sequence[bytes]
+    ) -> tuple[Segment, ...]:
         """The segments of answers to one prompt, which has the same length in all of them."""
         keep = [np.ones(len(one.ids), dtype=bool) for one in samples]
         if any(len(one.ids) > self._settings.max_length for one in samples):
             keep, outcome.truncated = answers_in_proportion(samples, self._settings.max_length)
-        pairs = zip(samples, keep, strict=True)
-        return tuple(Segment(sample.ids[kept], sample.trained[kept]) for sample, kept in pairs)
+        found = list(zip(samples, keep, media, strict=True))
+        if not all(kept[start:end].all() for sample, kept, _ in found for start, end in sample.whole):
+            raise RowDropped(SPLIT)
+        return tuple(Segment(sample.ids[kept], sample.trained[kept], held) for sample, kept, held in found)
 
     def _cut_document(self, ids: np.ndarray, outcome: Outcome) -> None:
         first, last = self._ends_of_documents
@@ -272,11 +276,11 @@ class RowTokenizer:
         for places, value in ((rendering.labels or (), True), (rendering.untrained, False)):
             for first, last in places:
                 trained[tokens.ending_after(first) : tokens.starting_at(last)] = value
-        contents, whole = tuple[tuple[int, int], ...](), tuple[tuple[int, int], ...]()
+        contents = tuple[tuple[int, int], ...]()
         if len(tokens.ids) > settings.max_length and not rendering.split:
             contents = self._contents(rendering, tokens)
-            places = rendering.untrained if rendering.media else ()
-            whole = tuple((tokens.ending_after(first), tokens.starting_at(last)) for first, last in places)
+        places = rendering.untrained if rendering.media else ()
+        whole = tuple((tokens.ending_after(first), tokens.starting_at(last)) for first, last in places)
         return WholeSample(tokens.ids, tokens.offsets, trained, tuple(turns), contents, whole)
 
     def _token_turn(self, turn: Turn, tokens: Encoded, outcome: Outcome) -> TokenTurn:

@@ -159,7 +159,7 @@ def same_prompt(segments: list[Segment]) -> list[Segment]:
     shortest = min(range(len(segments)), key=starts.__getitem__)
     ids, mask = segments[shortest].input_ids[: starts[shortest]], segments[shortest].loss_mask[: starts[shortest]]
     return [
-        Segment(np.concatenate([ids, one.input_ids[start:]]), np.concatenate([mask, one.loss_mask[start:]]))
+        Segment(np.concatenate([ids, one.input_ids[start:]]), np.concatenate([mask, one.loss_mask[start:]]), one.media)
         for one, start in zip(segments, starts, strict=True)
     ]
 

@@ -37,7 +37,7 @@ def add_media(batch: Batch, segments: Sequence[Segment], images: MediaProcessor,
     if images.family.mrope and "seq_idx" in tokens:
         places = images.image_tokens(batch.tokens["input_ids"])
         tokens["position_ids"] = image_positions(batch, places, extras.get("image_grid_thw"), images.merge)
-    return replace(batch, tokens=tokens, extras={**batch.extras, **extras})
+    return replace(batch, tokens=tokens, extras={**batch.extras, **extras}, of_media=True)
 
 
 def image_positions(batch: Batch, image: Tensor, grids: Tensor | None, merge: int) -> Tensor:

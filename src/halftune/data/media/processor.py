@@ -10,7 +10,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import chain
@@ -211,16 +211,17 @@ class MediaProcessor:
         """
         heard = [[ref for ref in group if ref.is_audio] for group in refs]
         audio = self.audio.inputs(heard) if self.audio is not None and any(heard) else {}
-        groups = [self._images(group) for group in refs]
+        once = cache(decode)  # answers to one prompt have the same images
+        groups = [self._images(group, once) for group in refs]
         if not any(groups):
             return audio
         images = groups if self.family.nested else list(chain.from_iterable(groups))
         made, _ = self._own._process_images(images, **{**self._options, "return_tensors": "pt"})
         return audio | {name: made[name] for name in self.family.inputs if name in made}
 
-    def _images(self, refs: Sequence[MediaRef]) -> list[Image.Image]:
+    def _images(self, refs: Sequence[MediaRef], decoded: Callable[[MediaRef], Image.Image]) -> list[Image.Image]:
         """The images among the media of a segment, scaled to the bounds."""
-        pairs = [(decode(ref), self.settings.fitted(ref.width, ref.height)) for ref in refs if not ref.is_audio]
+        pairs = [(decoded(ref), self.settings.fitted(ref.width, ref.height)) for ref in refs if not ref.is_audio]
         return [image if image.size == size else image.resize(size) for image, size in pairs]
 
     def image_tokens(self, ids: torch.Tensor) -> torch.Tensor:

@@ -6,13 +6,13 @@ Each becomes a character of ``MEDIA`` in its text, until the chat template write
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from halftune.data.formats.conversation import Conversation, Record, RowDropped, RowError
+from halftune.data.formats.conversation import Conversation, Preference, Prompt, Rated, Record, RowDropped, RowError
 from halftune.data.formats.detect import Reading
-from halftune.data.templates.control_tokens import AUDIO, IMAGE, MEDIA
+from halftune.data.templates.control_tokens import MEDIA, texts_of
 
 CHARACTERS = {kind: character for character, kind in MEDIA.items()}
 MARKERS = {"<image>": "image", "<audio>": "audio"}
@@ -21,12 +21,16 @@ _PARTS = {"image": "image", "image_url": "image", "audio": "audio", "input_audio
 _VALUES = ("image", "image_url", "audio", "audio_url", "path", "url", "bytes", "base64")
 _OTHERS, _OTHER_PARTS = ("videos", "video"), ("video", "video_url")
 _FREE = ("tools", "system")  # texts of a row that hold no media
+# While a format reads a row: a character of MEDIA, the number of a part's value or nothing for a marker, and an end.
+_END = "\U000fe00f"
+_PLACE = re.compile(f"([{''.join(MEDIA)}])([0-9]*){_END}")
+_RESERVED = re.compile(f"[{''.join(MEDIA)}{_END}]")
 
 Found = list[tuple[str, Any]]
 
 
 def read_row(reading: Reading, row: Mapping[str, Any], kinds: tuple[str, ...]) -> Record:
-    """The record of a row whose columns have the format's names.
+    """The record of a row whose columns have the format's names. The media of a prompt belong to all its answers.
 
     Args:
         reading: the row's format.
@@ -45,11 +49,23 @@ def read_row(reading: Reading, row: Mapping[str, Any], kinds: tuple[str, ...]) -
     for name, value in texts.items():
         if name not in _FREE:
             texts[name] = _without_media(value, found, marked, kinds)
+        elif isinstance(value, str):
+            texts[name] = _without_markers(value, frozenset())
     made = reading.format.read(texts)
-    if isinstance(made, Conversation):
-        return replace(made, media=_of_questions(made, _matched(found, given)))
-    if marked or found:
+    if isinstance(made, Preference):
+        chosen, rejected = (_with_media(one, found, given, shared=True) for one in (made.chosen, made.rejected))
+        conversations, made = [chosen, rejected], replace(made, chosen=chosen, rejected=rejected)
+    elif isinstance(made, Prompt | Rated):
+        made = replace(made, conversation=_with_media(made.conversation, found, given, shared=isinstance(made, Rated)))
+        conversations = [made.conversation]
+    elif isinstance(made, Conversation):
+        conversations = [made := _with_media(made, found, given)]
+    elif marked or found:
         raise RowError(f"rows of format {reading.format.name} have no images", code="data.media_unsupported")
+    else:
+        return made
+    if any(one not in conversation.media for one in found for conversation in conversations):
+        raise _misplaced()
     return made
 
 
@@ -59,16 +75,35 @@ def _check_columns(row: Mapping[str, Any], kinds: tuple[str, ...]) -> None:
             raise _unsupported(name, kinds)
 
 
-def _of_questions(made: Conversation, media: Found) -> tuple[tuple[str, Any], ...]:
-    """The media of a conversation.
+def _with_media(
+    made: Conversation, found: Found, given: Mapping[str, Sequence[Any]], *, shared: bool = False
+) -> Conversation:
+    """The conversation with its media in the order of its texts.
+
+    Args:
+        made: as the format has read it.
+        found: kinds and values of parts.
+        given: values of the columns by kind.
+        shared: other answers follow the same prompt: media stand before the first trained one.
 
     Raises:
-        RowError: one of them is in an answer, or outside the messages.
+        RowError: one of them is in an answer, or a column has not one value for each marker.
     """
-    texts = [str(message["content"]) for message in made.messages if message["role"] != "assistant"]
-    if sum(text.count(IMAGE) + text.count(AUDIO) for text in texts) != len(media):
-        raise RowError("an image or a sound stands in an answer, or outside the messages", code="data.image_count")
-    return tuple(media)
+    wishes = enumerate(zip(made.messages, made.train, strict=True))
+    answers = [i for i, (one, wish) in wishes if one["role"] == "assistant" and wish is not False]
+    last = answers[0] if shared and answers else len(made.messages)
+    for index, one in enumerate(made.messages):
+        asked = index < last and one["role"] != "assistant"
+        if _PLACE.search(texts_of({**one, "content": ""} if asked else one)):
+            raise _misplaced()
+    messages = [{**one, "content": _PLACE.sub(r"\1", one["content"])} for one in made.messages]
+    places = [match.groups() for one in made.messages for match in _PLACE.finditer(one["content"])]
+    media = [found[int(number)] if number else (MEDIA[character], None) for character, number in places]
+    return replace(made, messages=messages, media=tuple(_matched(media, given)))
+
+
+def _misplaced() -> RowError:
+    return RowError("an image or a sound stands in an answer, or outside the messages", code="data.image_count")
 
 
 def _unsupported(name: str, kinds: tuple[str, ...]) -> RowError:
@@ -89,43 +124,41 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _without_media(value: Any, found: Found, marked: frozenset[str], kinds: tuple[str, ...]) -> Any:
-    """A copy with a character for each image and sound; ``found`` gets its kind and value, which is None for a marker
-    or a part without value."""
+    """A copy with a place for each image and sound; ``found`` gets kinds and values of parts, equal ones once."""
     if isinstance(value, str):
-        return _without_markers(value, found, marked)
+        return _without_markers(value, marked)
     if isinstance(value, list | tuple):
         return [_without_media(item, found, marked, kinds) for item in value]
     if not isinstance(value, Mapping):
         return value
     part = value.get("type")
     if part in _OTHER_PARTS or part in _PARTS:
-        found.append(_medium(value, str(part), kinds))
-        return {"type": "text", "text": CHARACTERS[found[-1][0]]}
+        medium = _medium(value, str(part), kinds)
+        if medium[1] is not None and medium not in found:
+            found.append(medium)
+        number = "" if medium[1] is None else found.index(medium)
+        return {"type": "text", "text": f"{CHARACTERS[medium[0]]}{number}{_END}"}
     return {name: _without_media(item, found, marked, kinds) for name, item in value.items()}
 
 
 def _medium(value: Mapping[str, Any], part: str, kinds: tuple[str, ...]) -> tuple[str, Any]:
-    """Kind and value of a content part."""
+    """Kind and value of a content part; the value of a marker is None."""
     kind = _PARTS.get(part, "")
     if kind not in kinds:
         raise _unsupported(f"{part} parts", kinds)
     return kind, next((value[name] for name in (part, *_VALUES) if value.get(name) is not None), None)
 
 
-def _without_markers(text: str, found: Found, marked: frozenset[str]) -> str:
-    if any(character in text for character in MEDIA):
+def _without_markers(text: str, marked: frozenset[str]) -> str:
+    if _RESERVED.search(text):
         raise RowDropped("row with private-use characters (U+F5000 and above), which halftune reserves")
-    known = [re.escape(marker) for marker, kind in MARKERS.items() if kind in marked]
-    return re.sub("|".join(known), lambda match: _noted(match[0], found), text) if known else text
+    for marker, kind in MARKERS.items():
+        text = text.replace(marker, CHARACTERS[kind] + _END) if kind in marked else text
+    return text
 
 
-def _noted(marker: str, found: Found) -> str:
-    found.append((MARKERS[marker], None))
-    return CHARACTERS[MARKERS[marker]]
-
-
-def _matched(found: Found, given: dict[str, list[Any]]) -> Found:
-    """Images and sounds in the order of the texts: values of parts, and for markers the next of the column.
+def _matched(found: Found, given: Mapping[str, Sequence[Any]]) -> Found:
+    """Values of parts, and for markers, which have none, the next of the column.
 
     Raises:
         RowError: not as many of them as markers.

@@ -13,6 +13,8 @@ from halftune.core.errors import PlanError
 from halftune.plan.request import Request
 
 USED = "used"
+# of `method`: rows of these become segments with their media
+_METHODS = ("sft", "dpo", "simpo", "orpo", "cpo", "kto")
 
 
 def _check_family(config: RunConfig, facts: ModelFacts) -> None:
@@ -37,9 +39,10 @@ def with_media(request: Request) -> Request:
     """
     config, facts = request.config, request.facts
     _check_family(config, facts)
-    if config.method.type != "sft":
+    if config.method.type not in _METHODS:
         where = "data.images" if config.data.images else "data.audio"
-        what, remedy = f"method: {config.method.type} trains no images or audio", f"set method: sft, or {where}: false"
+        what = f"method: {config.method.type} trains no images or audio"
+        remedy = f"use one of {', '.join(_METHODS)}, or set {where}: false"
         raise PlanError(what, where=where, remedy=remedy, code="plan.images_unsupported")
     packing = _packing(config, facts)
     asked, train = config.distributed.strategy, config.model.train
