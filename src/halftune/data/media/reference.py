@@ -55,6 +55,11 @@ class MediaRef:
     size: int = 0
 
     @property
+    def kind(self) -> str:
+        """``image`` or ``audio``."""
+        return "audio" if self.rate else "image"
+
+    @property
     def is_audio(self) -> bool:
         """Whether it is a sound."""
         return self.rate > 0
