@@ -16,7 +16,7 @@ from halftune import cli
 from halftune.bench.paper.attention import visible
 from halftune.bench.paper.costs import cost_of, touched
 from halftune.bench.paper.fake_cuda import CUDA, fake_cuda
-from halftune.bench.paper.kinds import ACTIVATION, ATTENTION, GEMM, HEAD, KINDS, LINEAR, LORA, NORM, OPTIMIZER
+from halftune.bench.paper.kinds import ACTIVATION, ATTENTION, COPIES, GEMM, HEAD, KINDS, LINEAR, LORA, NORM, OPTIMIZER
 from halftune.bench.paper.recorder import Launch, Recorder, Sync
 from halftune.bench.paper.report import profile
 from halftune.bench.paper.timeline import timeline
@@ -115,6 +115,19 @@ def test_float8_products_take_their_own_rate(tmp_path: Path, llama: Any) -> None
     assert {launch.cost.dtype for launch in products} == {torch.float8_e4m3fn}
     assert sum(launch.cost.flops for launch in products) == llama.time.kinds[GEMM].flops == found.time.kinds[GEMM].flops
     assert f"{LAYERS} feed-forward layers" in found.recorded.fused
+
+
+def test_float8_training_has_three_products_of_each_weight_and_its_roundings(tmp_path: Path) -> None:
+    asked = {"precision": {"compute": "bf16", "linear": "fp8"}, "adapter": {"type": "none"}}
+    found = recorded(recipe(tmp_path, "llama", **asked))
+    weights = H * HEADS * D * 2 + 2 * H * GROUPS * D + 3 * H * M
+    products = [launch for launch in found.recorded.launches if launch.op == "aten::_scaled_mm"]
+    assert len(products) == LAYERS * 3 * 7
+    assert {(launch.kind, launch.cost.dtype) for launch in products} == {(GEMM, torch.float8_e4m3fn)}
+    assert sum(launch.cost.flops for launch in products) == LAYERS * 3 * 2 * T * weights == found.time.kinds[GEMM].flops
+    rounded = [one for one in found.recorded.launches if one.op == "aten::exp2"]  # of a scale
+    assert len(rounded) == LAYERS * 3 * 7 * 2
+    assert {launch.kind for launch in rounded} == {COPIES}
 
 
 LLAMA3_ROPE = {

@@ -202,6 +202,17 @@ def test_compiled_layers_are_cut_by_a_block_mask() -> None:
     assert not warned(data={"packing": False})
 
 
+def test_float8_training_is_slow_unless_it_is_compiled() -> None:
+    def warned(adapter: str, **training: Any) -> bool:
+        precision = {"compute": "bf16", "linear": "fp8"}
+        plan = planned("h200", adapter=adapter, precision=precision, training={"output_dir": "r", **training})
+        return any(warning.startswith("precision.linear: fp8") for warning in plan.warnings)
+
+    assert warned("none")
+    assert not warned("none", torch_compile=True)
+    assert not warned("lora")
+
+
 def test_positions_beyond_the_models_are_mentioned() -> None:
     assert "32,768 positions" in planned("h200", data={"max_length": 40000}).warnings[0]
 

@@ -15,6 +15,7 @@ from published import QWEN2_5_0_5B
 from halftune.cli import main, preflight
 from halftune.cli.verbs import train
 from halftune.config.load import load_config
+from halftune.config.recipe_facts import run_facts
 from halftune.config.render import resolved_yaml
 from halftune.core.errors import DataError, MissingPackageError, ModelError
 from halftune.hardware.catalogue import lookup
@@ -230,6 +231,20 @@ def test_a_quantised_checkpoint_needs_its_package_here(
     assert halftune("--config", str(recipe), "--hardware", "a100") == 0
     monkeypatch.setattr(preflight, "version_of", lambda name: "0.45" if name == "bitsandbytes" else version(name))
     assert halftune("--config", str(recipe)) in (0, 1)
+
+
+def test_training_in_float8_needs_torchao_here(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = preflight.version_of
+    monkeypatch.setattr(preflight, "version_of", lambda name: None if name == "torchao" else version(name))
+    asked = ("precision.compute=bf16", "precision.linear=fp8")
+    for adapter, missing in (("none", True), ("lora", False)):
+        loaded = load_config(recipe, (*asked, f"adapter={adapter}"))
+        given = (loaded, run_facts(loaded.run))
+        if missing:
+            with pytest.raises(MissingPackageError) as caught:
+                preflight.check_inputs(*given)
+            assert "torchao" in caught.value.remedy
+        preflight.check_inputs(*given, here=not missing)
 
 
 def test_weights_that_are_elsewhere_do_not_matter_to_a_plan_for_another_machine(

@@ -70,6 +70,18 @@ def test_offloading_and_keeping_gathered_weights_are_counted() -> None:
     assert total(cpu_offload=True) < total() < total(reshard_after_forward=False)
 
 
+def test_float8_is_rounded_after_weights_are_gathered() -> None:
+    """Frozen float8 weights are not shared; trained ones are gathered in the compute dtype."""
+    asked: dict[str, Any] = {"precision": {"compute": "bf16", "linear": "fp8"}, "distributed": "fsdp2"}
+    full = planned("h100x8", 8, adapter="none", **asked)
+    assert full.distribution.value == "fsdp2"
+    assert full.parallel is not None
+    assert (full.parallel.param.value, full.parallel.reduce.value) == ("bf16", "fp32")
+    with pytest.raises(PlanError) as caught:
+        planned("h100x8", 8, adapter="lora", **asked)
+    assert (caught.value.where, caught.value.code) == ("distributed.strategy", "plan.strategy_unavailable")
+
+
 def test_dtypes_between_processes_are_the_plans() -> None:
     full = planned("a100x8", 8, adapter="none", distributed="fsdp2").parallel
     assert full is not None

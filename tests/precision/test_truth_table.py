@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from halftune.config.facts.model import ModelFacts, facts_from_config
-from halftune.config.sections.model import LoraAdapter, NoAdapter, PrecisionSection
+from halftune.config.sections.model import LoraAdapter, NoAdapter, OftAdapter, PrecisionSection
 from halftune.core.errors import PlanError
 from halftune.hardware.catalogue import CATALOGUE, lookup
 from halftune.precision import PrecisionPlan
@@ -180,13 +180,32 @@ def test_float8_is_for_devices_that_multiply_it(machine: str) -> None:
     assert (caught.value.where, caught.value.code) == ("precision.linear", "precision.compute_unavailable")
 
 
-@pytest.mark.parametrize("adapter", [FULL, LoraAdapter(use_dora=True), LoraAdapter(init="pissa")], ids=str)
-def test_float8_is_of_weights_that_nothing_changes(adapter: Any) -> None:
+def test_float8_of_full_fine_tuning_is_torchaos() -> None:
+    made = plan("h200", FULL, linear="fp8")
+    assert made.trains_in_float8
+    assert (made.storage.value, made.trainable.value, made.saved.value) == ("fp32", "fp32", "bf16")
+    assert not plan("h200", LORA, linear="fp8").trains_in_float8
+    assert not plan("a100", FULL, linear="fp8", on_unsupported="fallback").trains_in_float8
+
+
+@pytest.mark.parametrize(
+    ("machine", "adapter", "asked"),
+    [
+        ("h200", LoraAdapter(use_dora=True), {}),
+        ("h200", LoraAdapter(init="pissa"), {}),
+        ("h200", OftAdapter(type="oft"), {}),
+        ("h200", LORA, {"compute": "fp16"}),
+        ("h200", FULL, {"compute": "fp16"}),
+        ("h200", FULL, {"compute": "fp32"}),
+        ("a100", FULL, {}),
+        ("mi300x", FULL, {}),
+        ("cpu-amx", FULL, {}),
+    ],
+)
+def test_where_float8_is_refused(machine: str, adapter: Any, asked: dict[str, Any]) -> None:
     with pytest.raises(PlanError) as caught:
-        resolve_precision(PrecisionSection(linear="fp8"), lookup("h200"), facts(), adapter)
-    assert caught.value.where == "precision.linear"
-    with pytest.raises(PlanError):
-        resolve_precision(PrecisionSection(linear="fp8", compute="fp16"), lookup("h200"), facts(), LORA)
+        plan(machine, adapter, linear="fp8", **asked)
+    assert (caught.value.where, caught.value.code) == ("precision.linear", "precision.compute_unavailable")
 
 
 @pytest.mark.parametrize(

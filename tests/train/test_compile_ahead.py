@@ -6,11 +6,14 @@ import json
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tiny_model import because
 
 pytest.importorskip("triton")
 
@@ -21,8 +24,10 @@ from halftune.hardware.catalogue import lookup
 from halftune.model.attention import compile_kernels as ahead
 from halftune.model.attention.linear import route_linear_layers
 from halftune.plan import Plan, resolve
-from halftune.train.compile_ahead import compile_ahead
+from halftune.precision import TRAINED_FLOAT8
+from halftune.train.compile_ahead import compile_ahead, prove_kernels
 from halftune.train.setup import make_model
+from halftune_kernels import dispatch
 from halftune_kernels.launch import standing_in
 
 Started = tuple[Any, ...]
@@ -98,6 +103,21 @@ def test_a_kernel_that_does_not_fit_is_said_before_training(tmp_path: Path, monk
     refused = pytest.raises(PlanError, match=r"failed: .*shared memory.*HALFTUNE_KERNELS=torch")
     with standing_in(80, start), refused:
         compile_ahead(loaded.run, plan, torch.device("cpu"), lambda _: None)
+
+
+def test_float8_layers_that_torchao_trains_need_no_kernel_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proven: list[set[str]] = []
+    monkeypatch.setattr(dispatch, "prove", lambda operators, *_: proven.append(set(operators)))
+    monkeypatch.setattr(dispatch, "choose", lambda *_: SimpleNamespace(name="triton"))
+    plan = recipe(tmp_path, "qwen2-tiny", "none", packing=False)[1]
+    for linear in (None, because("fp8"), because(TRAINED_FLOAT8)):
+        one = replace(plan, precision=replace(plan.precision, linear=linear))
+        prove_kernels(one, torch.device("cuda"), lambda _: None)
+    without, frozen, trained = proven
+    assert frozen - without == {"float8_rows"}
+    assert trained == without
 
 
 def test_a_machine_without_a_compiler_is_said_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

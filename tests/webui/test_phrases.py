@@ -76,6 +76,7 @@ ASKED: tuple[dict[str, Any], ...] = (
     {"precision": {"linear": "fp8", "on_unsupported": "fallback"}},
     {"precision": {"linear": "fp8", "compute": "fp16"}},
     {"precision": {"linear": "fp8"}, "adapter": "none"},
+    {"precision": {"linear": "fp8"}, "adapter": {"type": "lora", "use_dora": True}},
     {"precision": {"tf32": True}},
     {"precision": {"optimizer_state": "bf16"}, "training": {"optim": "sgd"}},
     {"precision": {"trainable": "fp32", "optimizer_state": "fp32"}},

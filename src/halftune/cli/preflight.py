@@ -11,6 +11,8 @@ from halftune.config.facts.model import ModelFacts
 from halftune.config.load import LoadedConfig
 from halftune.config.optimizers import OPTIMIZERS, Optim
 from halftune.config.recipe_facts import present_model
+from halftune.config.run import RunConfig
+from halftune.config.sections.model import NoAdapter
 from halftune.config.weight_formats import WEIGHT_FORMATS
 from halftune.core.errors import MissingPackageError, ModelError
 from halftune.core.optional import pip_line, version_of
@@ -58,7 +60,8 @@ def check_inputs(loaded: LoadedConfig, facts: ModelFacts, *, here: bool = True, 
         where = "training.router_aux_loss_coef"
         raise ModelError(what, where=where, remedy="remove the key", code="model.no_router_loss")
     if here:
-        _check_optimizer(loaded.run.training.optim)
+        _check_optimizer(run.training.optim)
+        _check_float8(run)
         _check_format(facts.quantization or run.model.quantization)
         if teacher is not None and run.method.teacher_model is not None:
             _check_format(teacher.quantization or run.method.teacher_model.quantization)
@@ -70,6 +73,13 @@ def _check_format(stored: str) -> None:
     if package and version_of(package) is None:
         what = f"{stored} weights require package {package}"
         raise MissingPackageError(what, remedy=pip_line(package), code="core.package_missing")
+
+
+def _check_float8(run: RunConfig) -> None:
+    asked = run.precision.linear == "fp8" and run.precision.on_unsupported == "error"
+    if asked and isinstance(run.adapter, NoAdapter) and version_of("torchao") is None:
+        what = "precision.linear: fp8 with adapter: none requires package torchao"
+        raise MissingPackageError(what, remedy=pip_line("torchao"), code="core.package_missing")
 
 
 def _check_optimizer(optim: Optim) -> None:

@@ -88,6 +88,7 @@ _EXTRAS = {
     "soundfile": "audio",
     "soxr": "audio",
     "bitsandbytes": "bitsandbytes",
+    "torchao": "torchao",
     "galore-torch": "galore",
     "apollo-torch": "apollo",
     "torch-optimi": "optimi",

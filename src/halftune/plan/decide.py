@@ -58,7 +58,7 @@ def decide(request: Request, hardware: Hardware, world_size: int = 1, teacher: P
     checkpointing, memory = plan_memory(config, facts, work, available)
     batch = plan_batch(config, world_size, packing, checkpointing, fused)
     warnings = plan_warnings(config, hardware, facts, world_size, memory.verdict)
-    warnings += of_compiling(config, facts, attention)
+    warnings += of_compiling(config, facts, attention, precision)
     if crowded := main_memory(config, hardware, facts, work, max(1, world_size // config.distributed.num_machines)):
         warnings.append(crowded)
     return Plan(

@@ -93,7 +93,7 @@ def cannot_shard(config: RunConfig, hardware: Hardware, facts: ModelFacts) -> st
     if not format_of(facts.quantization).shardable:
         return f"fsdp2 does not shard weights that are quantised ({facts.quantization})"
     adapter = config.adapter
-    if config.precision.linear == "fp8":
+    if config.precision.linear == "fp8" and not isinstance(adapter, NoAdapter):
         return "fsdp2 does not shard weights in float8"
     if isinstance(adapter, LoraAdapter) and adapter.target_parameters:
         return "fsdp2 does not shard a model with adapter.target_parameters"

@@ -12,11 +12,16 @@ from halftune.config.run import RunConfig
 from halftune.core.choice import Choice
 from halftune.hardware import Hardware
 from halftune.plan.first_rate import rate_warning
+from halftune.precision import PrecisionPlan
 
 _OLD_CUDA = (7, 5)
 _BROKEN_GRAPHS = (
     "training.torch_compile with packed rows: attention by segments or by a block mask ends a graph in every layer: "
     "compiling takes minutes, and little is fused; data.packing: false compiles whole layers."
+)
+_UNFUSED_FLOAT8 = (
+    "precision.linear: fp8 in full fine-tuning without training.torch_compile: torchao rounds each factor of a product "
+    "by 16 kernels, and a step takes longer than in bf16; set training.torch_compile: true."
 )
 
 
@@ -76,7 +81,12 @@ def _unembedded(facts: ModelFacts) -> list[str]:
     return [f"{said}: a row with one of the others stops the run; padding may be one."]
 
 
-def of_compiling(config: RunConfig, facts: ModelFacts, attention: AttentionPlan) -> Iterator[str]:
+def of_compiling(
+    config: RunConfig, facts: ModelFacts, attention: AttentionPlan, precision: PrecisionPlan
+) -> Iterator[str]:
+    """What torch.compile breaks where it is asked for, and what is slow without it."""
+    if precision.trains_in_float8 and not config.training.torch_compile:
+        yield _UNFUSED_FLOAT8
     outside = attention.softmax.value in ("eager", "flex") or facts.attention_dropout > 0
     if config.training.torch_compile and attention.varlen.value in ("segments", "block_mask") and outside:
         yield _BROKEN_GRAPHS

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 from halftune.core.choice import Choice, Format, StateFormat
 
+TRAINED_FLOAT8 = "fp8 (torchao)"
+"""The plan's format of linear layers whose weights are trained and multiplied in float8."""
+
 
 @dataclass(frozen=True)
 class PrecisionPlan:
@@ -29,7 +32,8 @@ class PrecisionPlan:
         saved: dtype of the final adapter or model, and in its config.json.
         keep_fp32: regular expressions; parameters whose names match stay fp32 on load and save.
         tf32: whether fp32 matmuls may use TF32.
-        linear: ``fp8`` for frozen weights under adapters and their products; None as ``compute``.
+        linear: ``fp8`` for frozen weights under adapters and their products, ``TRAINED_FLOAT8`` for the products
+            of full fine-tuning; None as ``compute``.
         experts: matmul and its dtype for experts stored as one parameter; None in a dense model.
         warnings: full sentences, shown before training.
     """
@@ -47,3 +51,8 @@ class PrecisionPlan:
     linear: Choice[str] | None = None
     experts: Choice[str] | None = None
     warnings: tuple[str, ...] = ()
+
+    @property
+    def trains_in_float8(self) -> bool:
+        """Whether trained weights are multiplied in float8."""
+        return self.linear is not None and self.linear.value == TRAINED_FLOAT8

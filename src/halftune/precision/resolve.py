@@ -11,7 +11,7 @@ from halftune.config.weight_formats import format_of, refusal
 from halftune.core.choice import Choice, Format, StateFormat
 from halftune.core.errors import PlanError
 from halftune.hardware import Device, Hardware
-from halftune.precision import PrecisionPlan
+from halftune.precision import TRAINED_FLOAT8, PrecisionPlan
 from halftune.precision.truth_table import Rounding, Row, describe, roundings, row_of
 
 _STATE = (r"(^|\.)A_log$", r"(^|\.)dt_bias$")  # decay of a recurrence: errors grow with every token
@@ -166,14 +166,17 @@ def _compute(section: PrecisionSection, hardware: Hardware, full: bool, facts: M
 def _linear(
     section: PrecisionSection, hardware: Hardware, compute: Format, facts: ModelFacts, adapter: AdapterSection
 ) -> tuple[Choice[str] | None, tuple[str, ...]]:
-    """The format of frozen linear layers, if it is not the compute dtype; and a warning if it fell back to that."""
+    """The format of linear layers, if it is not the compute dtype; and a warning if it fell back to that."""
     if section.linear == "auto":
         return None, ()
     device, row = weakest(hardware)
     reason = row.fp8.reason.format(device=describe(device))
-    plain = isinstance(adapter, LoraAdapter) and not adapter.use_dora and not adapter.reduces_base
+    full = isinstance(adapter, NoAdapter)
+    plain = full or (isinstance(adapter, LoraAdapter) and not adapter.use_dora and not adapter.reduces_base)
     wrong = {
-        "float8 products are of frozen weights under LoRA (without DoRA, PiSSA and OLoRA)": not plain,
+        "float8 products are of frozen weights under LoRA (without DoRA, PiSSA and OLoRA), or of full fine-tuning": (
+            not plain
+        ),
         f"products of float8 rows give bf16, and compute is {compute}": compute != "bf16",
         f"the checkpoint is quantised already ({facts.quantization})": format_of(facts.quantization).bytes_per_param
         is not None,
@@ -181,7 +184,7 @@ def _linear(
     }
     why = next((what for what, found in wrong.items() if found), "")
     if not why:
-        return Choice("fp8", reason), ()
+        return Choice(TRAINED_FLOAT8 if full else "fp8", reason), ()
     if section.on_unsupported == "fallback":
         return None, (_sentence(f"fp8 was asked for linear layers, but {why}; they compute in {compute}"),)
     what = f"fp8 is unavailable for linear layers: {why}"

@@ -78,7 +78,7 @@ class Row:
         auto, auto_full: the choice of ``auto`` for LoRA and for full fine-tuning.
         auto_reason: the reason; a format string with ``{device}``.
         bf16, fp16: answers to explicit requests.
-        fp8: answer for frozen linear layers in float8.
+        fp8: answer for linear layers in float8.
     """
 
     name: str

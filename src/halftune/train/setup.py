@@ -26,6 +26,7 @@ from halftune.model.adapters.peft_experts import not_loaded_by_peft
 from halftune.model.attention.packing_check import packing_verdict
 from halftune.model.files.architectures import is_multimodal, read_config
 from halftune.model.files.locate import locate, media_of
+from halftune.model.float8_layers import use_float8
 from halftune.model.fused import fuse
 from halftune.model.load.load import load_model
 from halftune.model.load.towers import small_multimodal_copy
@@ -209,10 +210,7 @@ def place_model(
     if left := not_loaded_by_peft(model):
         what = "peft alone would not load %d tensors of this adapter (%s …), which it renames: use `halftune export`"
         log.warning(what, len(left), left[0])
-    if plan.precision.linear is not None:
-        from halftune.model.load.float8 import round_to_float8  # few runs have float8 weights
-
-        round_to_float8(model, plan)
+    use_float8(model, plan, emulate=accelerator.device.type != "cuda")
     seed_everything(config.training.seed + accelerator.process_index)  # every process its own dropout
     strategy = make_strategy(accelerator, plan)
     strategy.place(model, lazy)

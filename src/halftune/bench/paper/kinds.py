@@ -18,7 +18,7 @@ _AROUND = (
     (re.compile(r":(rotate_half|apply_\w*rotary\w*|apply_rotary\w*)$|ops/\w*rope"), ROPE),
     (re.compile(r"ops/(rms|layer|gated_rms)_?norm"), NORM),
     (re.compile(r"ops/(gated_delta_rule|kda|ssd|rwkv7|causal_conv1d)/|:(torch_)?(chunk|recurrent)_\w+$"), LINEAR),
-    (re.compile(r"ops/float8_"), COPIES),
+    (re.compile(r"ops/float8_|torchao/float8/"), COPIES),
     (re.compile(r"ops/lora_mlp|ops/\w*glu"), ACTIVATION),
     (re.compile(r"ops/lora_"), LORA),
 )

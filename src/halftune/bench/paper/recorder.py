@@ -101,6 +101,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not set(types) <= {FakeTensor}:
+            return NotImplemented  # a pair of float8 values and scales takes itself apart
         if func is torch.ops.prim.device.default:
             return args[0].fake_device if self.device_asked else torch.device("cpu")
         if kwargs.get("device") == _CPU:

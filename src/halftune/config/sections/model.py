@@ -176,8 +176,9 @@ class PrecisionSection(Section):
     """Dtype of matmuls and attention. `auto`: the best that the device runs at full speed."""
 
     linear: Literal["auto", "fp8"] = "auto"
-    """Format of the frozen weights under LoRA adapters, and of what they are multiplied with. `auto`: as `compute`.
-    `fp8`: float8 (e4m3) with a scale per row, on CUDA from compute capability 8.9."""
+    """Format in which linear layers multiply: of frozen weights under LoRA adapters, and of all trained layers in full
+    fine-tuning (by torchao). `auto`: as `compute`. `fp8`: float8 (e4m3) with a scale per row, on CUDA from compute
+    capability 8.9."""
 
     trainable: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype of the trained weights. `auto`: fp32 (master weights)."""

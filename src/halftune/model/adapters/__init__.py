@@ -2,7 +2,7 @@
 
 In: a loaded model, the ``adapter`` section.
 Out: the model with its adapter, trained weights in the planned dtype.
-Imported by: `certify`, `infer`, `model.meta`, `model.result`, `serve`, `train`.
+Imported by: `certify`, `infer`, `model.float8_training`, `model.meta`, `model.result`, `serve`, `train`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,6 @@
 
 In: a folder, a config, a plan.
 Out: a module; `load.AFTER_LOAD` lists what is done to it, in order.
-Imported by: `bench`, `certify`, `doctor`, `export`, `infer`, `model.adapters`, `model.fused`, `model.meta`,
-    `model.policy`, `model.result`, `serve`, `train`.
+Imported by: `bench`, `certify`, `doctor`, `export`, `infer`, `model.adapters`, `model.float8_layers`,
+    `model.fused`, `model.meta`, `model.policy`, `model.result`, `serve`, `train`.
 """

@@ -25,6 +25,7 @@ from halftune.model.attention.experts import route_experts
 from halftune.model.attention.qk_dtype import cast_qk_to_compute_dtype
 from halftune.model.files.architectures import multimodal_auto, no_progress_bars, own_architectures, remote_class
 from halftune.model.files.architectures import read_config as read_checkpoint_config
+from halftune.model.float8_layers import use_float8
 from halftune.model.load.own_dtypes import mark_kept_by_code
 from halftune.model.load.remote_code import attention_for, remote_code_error
 from halftune.model.load.runtime_buffers import compute_in_fp32
@@ -122,10 +123,7 @@ def prepare(model: PreTrainedModel, config: RunConfig, plan: Plan, mode: FakeTen
     cast_qk_to_compute_dtype(model, plan)
     fresh = config.adapter.model_copy(update={"name_or_path": None, "init": "default"})  # of the same dtypes
     adapted = attach_adapter(model, fresh, plan, config.training.seed)
-    if plan.precision.linear is not None:
-        from halftune.model.load.float8 import round_to_float8  # few runs have float8 weights
-
-        round_to_float8(adapted, plan)
+    use_float8(adapted, plan, emulate=mode is None)  # tensors without values need no device
     if mode is not None:
         mode.strip(adapted)
     return adapted.train()

@@ -40,6 +40,8 @@ class FakeTensors(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not set(types) <= {FakeTensor}:
+            return NotImplemented  # a pair of float8 values and scales takes itself apart
         if _is_real(func, args, kwargs, new=not self._decomposed):
             return func(*args, **kwargs)
         if func in _PRODUCTS:

@@ -85,7 +85,7 @@ class Fsdp2(Strategy):
         options["reshard_after_forward"] = reshard
         if reshard is not None and parallel.param.value != self.plan.precision.storage.value:
             cast = MixedPrecisionPolicy(torch_dtype(parallel.param.value), reduce, cast_forward_inputs=False)
-            if linear := linear_layers(module):
+            if linear := linear_layers(module, float8=self.plan.precision.trains_in_float8):
                 fully_shard(linear, mp_policy=cast, **options)
         fully_shard(module, mp_policy=stored, **options)
 
@@ -218,12 +218,22 @@ def _decoder_layers(model: nn.Module) -> list[nn.Module]:
     return list(max(listed, key=lambda one: sum(map(torch.numel, one.parameters()))))
 
 
-def linear_layers(module: nn.Module) -> list[nn.Module]:
-    """Linear layers whose weights autocast casts: frozen bases under an adapter are stored in the compute dtype."""
+def linear_layers(module: nn.Module, *, float8: bool = False) -> list[nn.Module]:
+    """Linear layers whose weights autocast casts: frozen bases under an adapter are stored in the compute dtype.
+
+    Args:
+        module: holds them.
+        float8: whether some are torchao's, which round what is gathered: float8 would be gathered with one scale only.
+    """
+    kinds: tuple[type, ...] = (nn.Linear,)
+    if float8:
+        from halftune.model.float8_training import TrainedFloat8Linear  # few runs have torchao
+
+        kinds += (TrainedFloat8Linear,)
     return [
         child
         for child in module.modules()
-        if type(child) is nn.Linear and child.weight.dtype == torch.float32 and not isinstance(child, BaseTunerLayer)
+        if type(child) in kinds and child.weight.dtype == torch.float32 and not isinstance(child, BaseTunerLayer)
     ]
 
 
