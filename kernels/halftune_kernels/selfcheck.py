@@ -212,8 +212,8 @@ def fingerprint(operator: str, device: torch.device, backend: str) -> str:
 
         facts.append(triton.__version__)
     package = Path(__file__).parent
-    for path in sorted([*package.glob("*.py"), *(package / "ops" / operator).glob("*.py")]):
-        facts.append(hashlib.sha256(path.read_bytes()).hexdigest())
+    for folder in (package, package / "scan", package / "ops" / operator):
+        facts += [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.py"))]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
 
 

@@ -59,6 +59,13 @@ def test_verdicts_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert selfcheck.verdict("gated_rms_norm", CPU, "cpu").passed
 
 
+@pytest.mark.parametrize("changed", ["delta_kernels.py", "launch.py"])  # of the scans, of all operators
+def test_changed_kernels_are_checked_again(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, read = selfcheck.fingerprint("kda", CPU, "triton"), Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (path.name == changed))
+    assert selfcheck.fingerprint("kda", CPU, "triton") != before
+
+
 class NotOfPython(TritonError):
     """As Triton's own: no RuntimeError."""
 
