@@ -20,7 +20,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -133,10 +133,16 @@ def _exact_products() -> Iterator[None]:
 
 
 @_exact_products()
-def check(operator: str, device: torch.device, backend: str, sizes: tuple[int, ...] = SIZES) -> Verdict:
-    """Compare ``backend`` of an operator, forward and backward in every dtype, with the fp64 reference on the CPU."""
+def check(
+    operator: str,
+    device: torch.device,
+    backend: str,
+    sizes: tuple[int, ...] = SIZES,
+    dtypes: Iterable[torch.dtype] = BOUNDS,
+) -> Verdict:
+    """Compare ``backend`` of an operator, forward and backward, with the fp64 reference on the CPU."""
     start, worst = time.perf_counter(), (0.0, "")
-    dtypes = [dtype for dtype in BOUNDS if not (dtype == torch.bfloat16 and _lacks_bfloat16(device))]
+    dtypes = [dtype for dtype in dtypes if not (dtype == torch.bfloat16 and _lacks_bfloat16(device))]
 
     def verdict_of(passed: bool, detail: str, lasting: bool = True) -> Verdict:
         return Verdict(operator, backend, passed, detail, round(time.perf_counter() - start, 2), lasting)
