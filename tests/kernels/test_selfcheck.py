@@ -100,7 +100,9 @@ def test_a_check_of_its_own_process(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     """What lies in the current folder is not imported; a process that dies is a failure, and not kept."""
     (tmp_path / "json.py").write_text("raise SystemExit(3)")
     monkeypatch.chdir(tmp_path)
-    assert selfcheck._check_apart("gated_rms_norm", CPU, "cpu").passed
+    found = selfcheck._check_apart("gated_rms_norm", CPU, "cpu", (torch.float16,))
+    assert found.passed
+    assert " float16, head size" in found.detail
     found = selfcheck._check_apart("gated_rms_norm", CPU, "no such backend")
     assert (found.passed, found.lasting) == (False, False)
 
