@@ -142,8 +142,9 @@ else
         say "left    train_fa2: $(tail -n 1 "$out/fa2.txt")"
     fi
     wait
-    # Cuts of the scans with two and three stages are among those that it tries.
-    part tune 90 "torch triton" python3 scripts/tune_kernels.py --operators gated_delta_rule --sizes 128 --heads 16 32
+    # Cuts of the scans with two and three stages are those that it tries first.
+    part tune 90 "torch triton" python3 scripts/tune_kernels.py --operators gated_delta_rule --sizes 128 --heads 16 32 \
+        --kernels scan_forward scan_backward
     tests operators 200 "pytest triton" tests/kernels/test_kernels_on_gpu.py $(has xdist && echo "-n 14 --dist worksteal")
     if [ -n "$only" ]; then
         part steps "$limit" "$all" python3 scripts/bench/gpu_step.py --out "$out/steps.jsonl"

@@ -40,13 +40,14 @@ class Row:
 
 _ALL = ((0, 0, 0), (999,))
 DELTA = ("gated_delta_rule", "kda", "rwkv7")
+SCANS = ("ssd", *DELTA)
 DENSE = ("rms_norm", "gated_activation", "adapted_activation", "rope", "linear_cross_entropy", "float8_rows")
 ROWS: tuple[Row, ...] = (
     Row((0, 70), _ALL, (), "refuse", "Triton supports no GPU older than sm_70"),
     Row(
         (70, 80),
         _ALL,
-        ("ssd", "adapted_activation", *DELTA),
+        ("adapted_activation", *SCANS),
         "refuse",
         "Triton 3.6 to 3.9 emit no tensor-core instructions for sm_70 and sm_75; torch's matmuls use them",
     ),
@@ -54,7 +55,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         (90, 100),
         ((3, 4, 0), (3, 7, 1)),
-        ("ssd", *DELTA),
+        SCANS,
         "prove",
         "on Hopper, Triton 3.4.0 to 3.7.0 gave wrong results of linear attention for some tile shapes",
     ),
@@ -68,7 +69,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         (100, 130),
         ((0, 0, 0), (3, 8, 0)),
-        ("ssd", *DELTA),
+        SCANS,
         "prove",
         "on Blackwell, chains of dots raced before Triton 3.8 and gave NaN or changing gradients",
     ),

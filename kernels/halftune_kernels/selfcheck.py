@@ -5,7 +5,7 @@ runs on the training machine. Its verdict is cached by machine, versions and ker
 process of its own: a miscompiled kernel may access memory that is not its own, after which the process that started it
 can use the GPU no more (seen on an H200 with Triton 3.6.0).
 
-    python -m halftune_kernels.selfcheck OPERATOR BACKEND DEVICE        prints the verdict as JSON
+    python -m halftune_kernels.selfcheck OPERATOR BACKEND DEVICE DTYPE...        prints the verdict as JSON
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -33,6 +33,7 @@ from halftune_kernels import cases
 
 # ||out - ref|| / ||ref|| against fp64: 2 to 3 times the error of correct kernels, a tenth of that of a wrong one.
 BOUNDS: dict[torch.dtype, float] = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3}
+DTYPES = tuple(BOUNDS)
 SIZES = (64, 128)
 _ENOUGH = 1e-6  # a reference this small has no relative error
 _AT_A_TIME = 8  # processes that check side by side: each compiles on one core and holds half a GiB of the GPU
@@ -60,12 +61,14 @@ class Verdict:
     lasting: bool = True
 
 
-def verdict(operator: str, device: torch.device, backend: str = "triton") -> Verdict:
-    """Return the cached verdict, else run the check and cache its verdict.
+def verdict(
+    operator: str, device: torch.device, backend: str = "triton", dtypes: tuple[torch.dtype, ...] = DTYPES
+) -> Verdict:
+    """Return the cached verdict in ``dtypes``, else run the check and cache its verdict.
 
     The processes of one machine check once: the others wait for the first one's verdict.
     """
-    path = cache_dir() / "selfcheck" / f"{fingerprint(operator, device, backend)}.json"
+    path = cache_dir() / "selfcheck" / f"{fingerprint(operator, device, backend, dtypes)}.json"
     with ExitStack() as stack:
         if (known := _cached(path)) is not None:
             return known
@@ -76,16 +79,20 @@ def verdict(operator: str, device: torch.device, backend: str = "triton") -> Ver
             pass  # a cache that cannot be written: each process checks for itself
         if (known := _cached(path)) is not None:
             return known
-        found = _check_apart(operator, device, backend) if device.type == "cuda" else check(operator, device, backend)
+        if device.type == "cuda":
+            found = _check_apart(operator, device, backend, dtypes)
+        else:
+            found = check(operator, device, backend, SIZES, dtypes)
         if found.lasting:
             _keep(path, found)
     return found
 
 
-def verdicts(operators: Sequence[str], device: torch.device) -> dict[str, Verdict]:
-    """Return the verdicts of several operators' Triton kernels; outstanding checks run side by side."""
-    with ThreadPoolExecutor(min(len(operators), os.cpu_count() or 1, _AT_A_TIME) or 1) as pool:
-        return dict(zip(operators, pool.map(lambda name: verdict(name, device), operators), strict=True))
+def verdicts(asked: Mapping[str, tuple[torch.dtype, ...]], device: torch.device) -> dict[str, Verdict]:
+    """Return the verdicts of several operators' Triton kernels in some dtypes; outstanding checks run side by side."""
+    with ThreadPoolExecutor(min(len(asked), os.cpu_count() or 1, _AT_A_TIME) or 1) as pool:
+        found = pool.map(lambda one: verdict(one[0], device, dtypes=one[1]), asked.items())
+        return dict(zip(asked, found, strict=True))
 
 
 def _cached(path: Path) -> Verdict | None:
@@ -104,11 +111,13 @@ def _keep(path: Path, found: Verdict) -> None:
         pass  # not cached: the next process checks again
 
 
-def _check_apart(operator: str, device: torch.device, backend: str) -> Verdict:
+def _check_apart(
+    operator: str, device: torch.device, backend: str, dtypes: tuple[torch.dtype, ...] = DTYPES
+) -> Verdict:
     """`check` in a process of its own; one that gives no verdict fails, and that is not cached."""
     begun = time.perf_counter()
     # -P: what lies in the current folder is not imported
-    command = [sys.executable, "-P", "-m", __name__, operator, backend, str(device)]
+    command = [sys.executable, "-P", "-m", __name__, operator, backend, str(device), *map(_name, dtypes)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, env=environment, check=False)
@@ -133,10 +142,16 @@ def _exact_products() -> Iterator[None]:
 
 
 @_exact_products()
-def check(operator: str, device: torch.device, backend: str, sizes: tuple[int, ...] = SIZES) -> Verdict:
-    """Compare ``backend`` of an operator, forward and backward in every dtype, with the fp64 reference on the CPU."""
+def check(
+    operator: str,
+    device: torch.device,
+    backend: str,
+    sizes: tuple[int, ...] = SIZES,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+) -> Verdict:
+    """Compare ``backend`` of an operator, forward and backward, with the fp64 reference on the CPU."""
     start, worst = time.perf_counter(), (0.0, "")
-    dtypes = [dtype for dtype in BOUNDS if not (dtype == torch.bfloat16 and _lacks_bfloat16(device))]
+    dtypes = tuple(one for one in dtypes if not (one == torch.bfloat16 and _lacks_bfloat16(device)))
 
     def verdict_of(passed: bool, detail: str, lasting: bool = True) -> Verdict:
         return Verdict(operator, backend, passed, detail, round(time.perf_counter() - start, 2), lasting)
@@ -204,16 +219,16 @@ def cache_dir() -> Path:
     return (Path(own) if own else Path(base) / "halftune").expanduser() / "kernels"
 
 
-def fingerprint(operator: str, device: torch.device, backend: str) -> str:
-    """Return a hash of machine, versions and the operator's source: the key of a verdict."""
-    facts = [operator, backend, torch.__version__, _machine(device)]
+def fingerprint(operator: str, device: torch.device, backend: str, dtypes: tuple[torch.dtype, ...] = DTYPES) -> str:
+    """Return a hash of machine, versions, dtypes and the operator's source: the key of a verdict."""
+    facts = [operator, backend, torch.__version__, _machine(device), *map(_name, dtypes)]
     if backend == "triton":
         import triton
 
         facts.append(triton.__version__)
     package = Path(__file__).parent
-    for path in sorted([*package.glob("*.py"), *(package / "ops" / operator).glob("*.py")]):
-        facts.append(hashlib.sha256(path.read_bytes()).hexdigest())
+    for folder in (package, package / "scan", package / "ops" / operator):
+        facts += [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.py"))]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
 
 
@@ -233,4 +248,5 @@ def _name(dtype: torch.dtype) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(check(sys.argv[1], torch.device(sys.argv[3]), sys.argv[2]))))
+    _dtypes = tuple(getattr(torch, name) for name in sys.argv[4:])
+    print(json.dumps(asdict(check(sys.argv[1], torch.device(sys.argv[3]), sys.argv[2], SIZES, _dtypes))))

@@ -1,4 +1,4 @@
-"""Compiles every operator's kernels for every GPU, without one, and writes the table of docs/measurements/kernels.md.
+"""Compiles the kernels of linear attention for every GPU, without one: the table of docs/measurements/kernels.md.
 
     nice python scripts/bench/compile_table.py                   # all of it: an hour or two of one core the first time
     python scripts/bench/compile_table.py --operators ssd --gpus 90 --sizes 128 --dtypes bfloat16
@@ -41,7 +41,7 @@ from compile_check import TENSOR_MEMORY, Compiled, compile_case
 import halftune_kernels
 from halftune_kernels.cases import case
 from halftune_kernels.dispatch import OPERATORS, expected, has_triton
-from halftune_kernels.gate import SHARED_MEMORY
+from halftune_kernels.gate import DENSE, SHARED_MEMORY
 from halftune_kernels.launch import power_of_two
 from halftune_kernels.scan.cuts import default
 from halftune_kernels.selfcheck import cache_dir
@@ -237,7 +237,7 @@ def write(page: Path, table: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    with_kernels = [operator for operator in OPERATORS if has_triton(operator)]
+    with_kernels = [operator for operator in OPERATORS if has_triton(operator) and operator not in DENSE]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--operators", nargs="+", default=with_kernels, choices=with_kernels)
     parser.add_argument("--gpus", nargs="+", type=int, default=sorted(SHARED_MEMORY), choices=sorted(SHARED_MEMORY))
@@ -273,10 +273,12 @@ def main(arguments: list[str] | None = None) -> int:
         found = {one: kernels for one, (kernels, _) in known.items()}
         older = [one for one, (_, stale) in known.items() if stale]
         print("\n".join(differences(found)) or "sm_89 is as sm_86")
-        fresh = len(found) - len(older)
-        share = f"{fresh} of {len(everything)} combinations of operator, dtype, head size and GPU are compiled."
-        if older:
+        fresh = [one for one in known if one not in older]
+        share = f"{len(fresh)} of {len(everything)} combinations of operator, dtype, head size and GPU are compiled."
+        if older and len(older) <= len(fresh):
             share += f" Compiled from older kernels or tile sizes: {named(older)}."
+        elif older:
+            share += f" The {len(older)} others here are from older kernels or tile sizes. New are: {named(fresh)}."
         write(PAGE, f"{share}\n\n{largest(found)}\n\n{tables(found)}")
     return 0 if fits else 1
 

@@ -47,7 +47,7 @@ def test_only_faster_and_right_cuts_are_taken(monkeypatch: pytest.MonkeyPatch) -
     seen: list[Config] = []
     shipped = configuration(CONFIGS, "ssd", "prepare", ON_GPU, 64)
     monkeypatch.setattr(tune_kernels, "is_right", lambda *asked: seen.append(asked[-1]["prepare"]) or True)
-    assert tuned()["prepare"] == dataclasses.replace(shipped, warps=2) == seen[0]
+    assert tuned()["prepare"] == dataclasses.replace(shipped, stages=2) == seen[0]
     monkeypatch.setattr(tune_kernels, "is_right", lambda *asked: False)
     assert tuned()["prepare"] == shipped
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from halftune_kernels import gate, selfcheck
 from halftune_kernels.arguments import ArgumentError
-from halftune_kernels.dispatch import choose, expected, has_triton, triton_version
+from halftune_kernels.dispatch import choose, expected, has_triton, prove, triton_version
 
 CPU, HALF = torch.device("cpu"), torch.bfloat16
 
@@ -78,21 +80,23 @@ def test_gpus_that_are_not_here(
     assert reason in backend.reason
 
 
-def test_a_gpu_proves_itself_once_for_all_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_proves_itself_once_and_scans_once_for_each_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where no verdict can be kept on disk: the second dtype's would come in a training step."""
-    checked: list[str] = []
+    checked: list[tuple[str, tuple[torch.dtype, ...]]] = []
 
-    def verdict(operator: str, device: torch.device) -> selfcheck.Verdict:
-        checked.append(operator)
+    def verdict(operator: str, device: torch.device, *, dtypes: tuple[torch.dtype, ...]) -> selfcheck.Verdict:
+        checked.append((operator, dtypes))
         return selfcheck.Verdict(operator, "triton", True, "right", 1.0)
 
     gpu = torch.device("cuda:7")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr("halftune_kernels.dispatch.triton_version", lambda: (3, 7, 1))
     monkeypatch.setattr(selfcheck, "verdict", verdict)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.bfloat16):
-        assert choose("kda", gpu, dtype).reason.endswith("self-check passed")
-    assert checked == ["kda"]
+    three = (torch.bfloat16, torch.float16, torch.float32)
+    prove(["kda"], gpu, torch.bfloat16)
+    for operator, dtype in itertools.product(("kda", "rope"), (*three, torch.bfloat16)):
+        assert choose(operator, gpu, dtype).reason.endswith("self-check passed")
+    assert checked == [*(("kda", (dtype,)) for dtype in three), ("rope", selfcheck.DTYPES)]
 
 
 def test_the_gate_covers_operators_that_exist_and_versions_in_order() -> None:

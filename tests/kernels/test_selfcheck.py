@@ -59,6 +59,13 @@ def test_verdicts_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert selfcheck.verdict("gated_rms_norm", CPU, "cpu").passed
 
 
+@pytest.mark.parametrize("changed", ["delta_kernels.py", "launch.py"])  # of the scans, of all operators
+def test_changed_kernels_are_checked_again(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, read = selfcheck.fingerprint("kda", CPU, "triton"), Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (path.name == changed))
+    assert selfcheck.fingerprint("kda", CPU, "triton") != before
+
+
 class NotOfPython(TritonError):
     """As Triton's own: no RuntimeError."""
 
@@ -93,7 +100,9 @@ def test_a_check_of_its_own_process(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     """What lies in the current folder is not imported; a process that dies is a failure, and not kept."""
     (tmp_path / "json.py").write_text("raise SystemExit(3)")
     monkeypatch.chdir(tmp_path)
-    assert selfcheck._check_apart("gated_rms_norm", CPU, "cpu").passed
+    found = selfcheck._check_apart("gated_rms_norm", CPU, "cpu", (torch.float16,))
+    assert found.passed
+    assert " float16, head size" in found.detail
     found = selfcheck._check_apart("gated_rms_norm", CPU, "no such backend")
     assert (found.passed, found.lasting) == (False, False)
 

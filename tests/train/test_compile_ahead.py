@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier, Semaphore, Thread
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
+from patience import LIMIT
 from tiny_model import because
 
 pytest.importorskip("triton")
@@ -144,3 +147,31 @@ def test_nothing_is_compiled_where_torch_computes_and_no_draw_is_spent(
         compile_ahead(loaded.run, plan, torch.device("cpu"), lambda _: None)
     assert compiled
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_one_process_compiles_and_the_others_go_on_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting, both, inside = Semaphore(0), Barrier(2), list[str]()
+
+    class Lock(FileLock):
+        def acquire(self, *args: Any, **options: Any) -> Any:
+            if "timeout" in options:
+                waiting.release()
+            return super().acquire(*args, **options)
+
+    def follow() -> None:
+        with ahead.first_alone():
+            inside.append("follower")
+            both.wait(LIMIT)
+
+    monkeypatch.setattr("triton.knobs.cache.dir", str(tmp_path / "cache"))
+    monkeypatch.setattr(ahead, "FileLock", Lock)
+    followers = [Thread(target=follow) for _ in range(2)]
+    with ahead.first_alone():
+        for one in followers:
+            one.start()
+        assert all(waiting.acquire(timeout=LIMIT) for _ in followers)
+        inside.append("first")
+    for one in followers:
+        one.join(LIMIT)
+    assert inside == ["first", "follower", "follower"]
+    assert not both.broken

@@ -178,6 +178,31 @@ def block_decays(
 
 
 @triton.jit
+def half_decays(own, before, after, SIZE: tl.constexpr):
+    """Decays around the middles between halves of ``SIZE`` rows of a block of R, from log2 decays [R, k]: those of each
+    row, of the one before it and of the one after it. Sums of neighbours, as `block_decays`.
+
+    Returns:
+        [R, k] from the middle through each row of a later half, the same without the row, after each row of an earlier
+        half to the middle, each 0 in the other halves; and which pairs [R, R] are of two halves of one middle.
+    """
+    i = tl.arange(0, own.shape[0])
+    later = (i // SIZE) % 2 == 1
+    through = _half_sums(own, i >= 0, SIZE, False)
+    until, rest = _half_sums(before, i % SIZE != 0, SIZE, False), _half_sums(after, (i + 1) % SIZE != 0, SIZE, True)
+    rise, rise_until = tl.where(later[:, None], tl.exp2(through), 0.0), tl.where(later[:, None], tl.exp2(until), 0.0)
+    apart = (i // SIZE)[:, None] == (i // SIZE)[None, :] + 1
+    return rise, rise_until, tl.where(later[:, None], 0.0, tl.exp2(rest)), apart & later[:, None]
+
+
+@triton.jit
+def _half_sums(decays, inside, SIZE: tl.constexpr, REVERSE: tl.constexpr):
+    halves: tl.constexpr = decays.shape[0] // SIZE
+    split = tl.reshape(tl.where(inside[:, None], decays, 0.0), (halves, SIZE, decays.shape[1]))
+    return tl.reshape(tl.cumsum(split, 1, reverse=REVERSE), decays.shape)
+
+
+@triton.jit
 def scan_forward(
     q, p, w, u, k, whole, v, p2, k2, o, new, states, initial, final, table,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,

@@ -17,8 +17,9 @@ before beta, E = scale tril(dO N^T) and F = -tril(dX N^T, -1). All else is sums 
 with Z' the sum over pairs in Z alone.
 
 exp(b_i - b_j) has no factors that hold over a chunk: exp(-b_j) overflows. Between blocks of R rows it has two,
-measured from the start of the later block; inside a block it is formed pair by pair, from a running sum. No exponent is
-positive. No product's result is transposed: some Triton versions compile that wrongly.
+measured from the start of the later block. So it has between the halves of a block, between their halves, and so on;
+the backward pass forms it pair by pair there, from a running sum. No exponent is positive. No product's result is
+transposed: some Triton versions compile that wrongly.
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -29,13 +30,30 @@ import triton
 import triton.language as tl
 
 from halftune_kernels.scan.chunk_kernels import LOG2E, chunk_number, chunk_place, load_rows, row_factor, tile_at
-from halftune_kernels.scan.delta_kernels import block_decays, gates, read_back, store_inverse_of, vector
+from halftune_kernels.scan.delta_kernels import (
+    block_decays,
+    gates,
+    half_decays,
+    read_back,
+    store_inverse_of,
+    vector,
+)
 
 
 @triton.jit
 def _unit_rows(x, norm, row, live, kk, H: tl.constexpr, K: tl.constexpr):
     """Rows of q or k, times their norms' inverses if there are any."""
     return load_rows(x, row, live, kk, H, K).to(tl.float32) * row_factor(norm, row * H, live)[:, None]
+
+
+@triton.jit
+def _halves(xq, xk, own, after, kind: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+    """Of A(Q, K) and A(K, K) of a block: the pairs of two halves of SIZE rows."""
+    rise, _, fall, pairs = half_decays(own, own, after, SIZE)
+    y = tl.trans((xk * fall).to(kind))
+    by_q = tl.dot((xq * rise).to(kind), y, input_precision=PRECISION)
+    by_k = tl.dot((xk * rise).to(kind), y, input_precision=PRECISION)
+    return tl.where(pairs, by_q, 0.0), tl.where(pairs, by_k, 0.0)
 
 
 @triton.jit
@@ -56,7 +74,6 @@ def products(
     nq, nk = row_factor(rq, key + row * H, live), row_factor(rk, key + row * H, live)
     nc = row_factor(rk, key + c * H, c < left)
     met_q, met_k = tl.zeros((R, C), tl.float32), tl.zeros((R, C), tl.float32)
-    own_q, own_k = tl.zeros((R, R), tl.float32), tl.zeros((R, R), tl.float32)
     for tile in range(0, BK, TK):
         kk = tile + tl.arange(0, TK)
         xq = load_rows(q, row, live, kk, H, K).to(tl.float32) * nq[:, None]
@@ -76,20 +93,24 @@ def products(
         if block == 0:
             total = tl.sum(gates(g, i, live, kk, HV, K), 0) + after
             tl.store(whole + chunk_number(HV) * K + kk, tl.exp2(total), mask=kk < K)
-        run = tl.zeros((R, TK), tl.float32)  # from after row j through row i
-        for done in range(tl.minimum(R, left - start)):
-            j = tl.minimum(R, left - start) - 1 - done
-            near = vector(k, None, start + j, kk, H, K)[None, :]
-            near = tl.where((i >= j)[:, None], tl.exp2(run), 0.0) * near
-            own_q += tl.where((i == j)[None, :], tl.sum(xq * near, 1)[:, None], 0.0)
-            own_k += tl.where((i == j)[None, :], tl.sum(xk * near, 1)[:, None], 0.0)
-            run += tl.where((i >= j)[:, None], vector(g, None, start + j, kk, HV, K)[None, :] * LOG2E, 0.0)
     rows = by_head * C + row[:, None] * (HV * C)
     outside = live[:, None] & ((c < start) | (c >= start + R))[None, :]
     tl.store(p + rows + c[None, :], (met_q * scale).to(p.dtype.element_ty), mask=outside)
     tl.store(a + rows + c[None, :], met_k, mask=outside)
-    own_q, own_k = own_q * nk[None, :] * scale, own_k * nk[None, :]
-    tl.store(p + rows + row[None, :], own_q.to(p.dtype.element_ty), mask=live[:, None])
+
+    # Pairs inside the block by themselves: beside the products above they would not fit the registers.
+    own_q, own_k = tl.zeros((R, R), tl.float32), tl.zeros((R, R), tl.float32)
+    for tile in range(0, BK, TK):
+        kk = tile + tl.arange(0, TK)
+        xq = load_rows(q, row, live, kk, H, K).to(tl.float32) * nq[:, None]
+        xk = load_rows(k, row, live, kk, H, K).to(tl.float32) * nk[:, None]
+        own = gates(g, row, live, kk, HV, K)
+        after = gates(g, row + 1, (i + 1 < R) & (row + 1 < left), kk, HV, K)
+        own_q += tl.where(i[:, None] == i[None, :], tl.sum(xq * xk, 1)[:, None], 0.0)
+        for level in tl.static_range(4):
+            near_q, near_k = _halves(xq, xk, own, after, qe.dtype.element_ty, R >> (level + 1), PRECISION)
+            own_q, own_k = own_q + near_q, own_k + near_k
+    tl.store(p + rows + row[None, :], (own_q * scale).to(p.dtype.element_ty), mask=live[:, None])
     tl.store(a + rows + row[None, :], own_k, mask=live[:, None])
 
 

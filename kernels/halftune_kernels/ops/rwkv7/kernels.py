@@ -31,12 +31,30 @@ import triton
 import triton.language as tl
 
 from halftune_kernels.scan.chunk_kernels import LOG2E, chunk_number, chunk_place, load_rows, tile_at
-from halftune_kernels.scan.delta_kernels import block_decays, gates, read_back, store_inverse_of, vector
+from halftune_kernels.scan.delta_kernels import (
+    block_decays,
+    gates,
+    half_decays,
+    read_back,
+    store_inverse_of,
+    vector,
+)
 
 
 @triton.jit
 def _rows(x, row, live, kk, H: tl.constexpr, K: tl.constexpr):
     return load_rows(x, row, live, kk, H, K).to(tl.float32)
+
+
+@triton.jit
+def _halves(xr, xa, xk, xb, own, before, after, kind: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+    """Of A(r, k), A(r, b), A'(a, k) and A'(a, b) of a block: the pairs of two halves of SIZE rows."""
+    rise, rise_until, fall, pairs = half_decays(own, before, after, SIZE)
+    xr, xa = (xr * rise).to(kind), (xa * rise_until).to(kind)
+    yk, yb = tl.trans((xk * fall).to(kind)), tl.trans((xb * fall).to(kind))
+    rk, rb = tl.dot(xr, yk, input_precision=PRECISION), tl.dot(xr, yb, input_precision=PRECISION)
+    ak, ab = tl.dot(xa, yk, input_precision=PRECISION), tl.dot(xa, yb, input_precision=PRECISION)
+    return tl.where(pairs, rk, 0.0), tl.where(pairs, rb, 0.0), tl.where(pairs, ak, 0.0), tl.where(pairs, ab, 0.0)
 
 
 @triton.jit
@@ -58,8 +76,6 @@ def products(
     r, w, k, a, b = r + by_head * K, w + by_head * K, k + by_head * K, a + by_head * K, b + by_head * K
     met_rk, met_rb = tl.zeros((R, C), tl.float32), tl.zeros((R, C), tl.float32)
     met_ak, met_ab = tl.zeros((R, C), tl.float32), tl.zeros((R, C), tl.float32)
-    own_rk, own_rb = tl.zeros((R, R), tl.float32), tl.zeros((R, R), tl.float32)
-    own_ak, own_ab = tl.zeros((R, R), tl.float32), tl.zeros((R, R), tl.float32)
     for tile in range(0, BK, TK):
         kk = tile + tl.arange(0, TK)
         inside = live[:, None] & (kk < K)[None, :]
@@ -82,33 +98,35 @@ def products(
         if block == 0:
             total = tl.sum(gates(w, i, live, kk, H, K), 0) + after
             tl.store(whole + chunk_number(H) * K + kk, tl.exp2(total), mask=kk < K)
-        run, run_a = (
-            tl.zeros((R, TK), tl.float32),
-            tl.zeros((R, TK), tl.float32),
-        )  # after row j, through or before row i
-        for done in range(tl.minimum(R, left - start)):
-            j = tl.minimum(R, left - start) - 1 - done
-            near_r = xr * tl.where((i >= j)[:, None], tl.exp2(run), 0.0)
-            near_a = xa * tl.where((i > j)[:, None], tl.exp2(run_a), 0.0)
-            own_k, own_b = vector(k, None, start + j, kk, H, K)[None, :], vector(b, None, start + j, kk, H, K)[None, :]
-            column = (i == j)[None, :]
-            own_rk += tl.where(column, tl.sum(near_r * own_k, 1)[:, None], 0.0)
-            own_rb += tl.where(column, tl.sum(near_r * own_b, 1)[:, None], 0.0)
-            own_ak += tl.where(column, tl.sum(near_a * own_k, 1)[:, None], 0.0)
-            own_ab += tl.where(column, tl.sum(near_a * own_b, 1)[:, None], 0.0)
-            decay = vector(w, None, start + j, kk, H, K)[None, :] * LOG2E
-            run += tl.where((i >= j)[:, None], decay, 0.0)
-            run_a += tl.where((i > j)[:, None], decay, 0.0)
     rows, outside = by_head * C + row[:, None] * (H * C), live[:, None] & ((c < start) | (c >= start + R))[None, :]
-    at, at_own = rows + c[None, :], rows + row[None, :]
+    at = rows + c[None, :]
     tl.store(low + at, -met_ab, mask=outside)
-    tl.store(low + at_own, -own_ab, mask=live[:, None])
     tl.store(ak + at, met_ak.to(ak.dtype.element_ty), mask=outside)
-    tl.store(ak + at_own, own_ak.to(ak.dtype.element_ty), mask=live[:, None])
     tl.store(rk + at, (met_rk * scale).to(rk.dtype.element_ty), mask=outside)
-    tl.store(rk + at_own, (own_rk * scale).to(rk.dtype.element_ty), mask=live[:, None])
     tl.store(rb + at, (met_rb * scale).to(rb.dtype.element_ty), mask=outside)
-    tl.store(rb + at_own, (own_rb * scale).to(rb.dtype.element_ty), mask=live[:, None])
+
+    # Pairs inside the block by themselves: beside the products above they would not fit the registers.
+    own_rk, own_rb = tl.zeros((R, R), tl.float32), tl.zeros((R, R), tl.float32)
+    own_ak, own_ab = tl.zeros((R, R), tl.float32), tl.zeros((R, R), tl.float32)
+    for tile in range(0, BK, TK):
+        kk = tile + tl.arange(0, TK)
+        xr, xa = _rows(r, row, live, kk, H, K), _rows(a, row, live, kk, H, K)
+        xk, xb = _rows(k, row, live, kk, H, K), _rows(b, row, live, kk, H, K)
+        own, before = gates(w, row, live, kk, H, K), gates(w, row - 1, (i > 0) & live, kk, H, K)
+        after = gates(w, row + 1, (i + 1 < R) & (row + 1 < left), kk, H, K)
+        own_rk += tl.where(i[:, None] == i[None, :], tl.sum(xr * xk, 1)[:, None], 0.0)
+        own_rb += tl.where(i[:, None] == i[None, :], tl.sum(xr * xb, 1)[:, None], 0.0)
+        for level in tl.static_range(4):
+            near_rk, near_rb, near_ak, near_ab = _halves(
+                xr, xa, xk, xb, own, before, after, re.dtype.element_ty, R >> (level + 1), PRECISION
+            )
+            own_rk, own_rb = own_rk + near_rk, own_rb + near_rb
+            own_ak, own_ab = own_ak + near_ak, own_ab + near_ab
+    at = rows + row[None, :]
+    tl.store(low + at, -own_ab, mask=live[:, None])
+    tl.store(ak + at, own_ak.to(ak.dtype.element_ty), mask=live[:, None])
+    tl.store(rk + at, (own_rk * scale).to(rk.dtype.element_ty), mask=live[:, None])
+    tl.store(rb + at, (own_rb * scale).to(rb.dtype.element_ty), mask=live[:, None])
 
 
 @triton.jit

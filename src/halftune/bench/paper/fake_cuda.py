@@ -213,7 +213,7 @@ def _answers(recorder: Recorder, device: Device, capability: tuple[int, int]) ->
     yield patch.object(optimizers, "_foreach_supported_types", kinds)
     yield patch.object(torch._C, "_group_tensors_by_device_and_dtype", _grouped)
     yield patch.object(flex, "attend", flex_on_paper)
-    yield patch.object(dispatch, "_verdict", lambda operator, _: _assumed(operator))
+    yield patch.object(dispatch, "_verdict", lambda operator, *_: _assumed(operator))
 
 
 _group: Any = vars(torch._C)["_group_tensors_by_device_and_dtype"]

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from halftune.config.facts.families import family_of
@@ -24,6 +28,7 @@ from halftune_kernels.selfcheck import failures
 log = get_logger(__name__)
 # Triton compiles a second variant for sizes that are multiples of 16; row lengths may be either.
 _ROWS = ((64, 16), (64, 13))
+_PATIENCE = 300.0  # seconds; the watchdog of a run has twice as many
 
 
 def kernels_to_compile(model_config: PretrainedConfig, plan: Plan, device: torch.device) -> tuple[str, ...]:
@@ -49,7 +54,7 @@ def compile_kernels(model_config: PretrainedConfig, plan: Plan, device: torch.de
     """Run one layer of each kind, with the model's sizes and random weights, forward and backward.
 
     This compiles exactly the kernels of training and evaluation into Triton's cache: head sizes, dtypes and operands
-    select the compiled variant. The copy is freed on return.
+    select the compiled variant. Of the processes that share the cache one compiles. The copy is freed on return.
 
     Args:
         model_config: config of the model to train.
@@ -70,8 +75,9 @@ def compile_kernels(model_config: PretrainedConfig, plan: Plan, device: torch.de
                 model = _copy(model_config, plan, device, frozen=frozen)
             with registered_attention(plan) as name, routed_linear_layers(model, plan):
                 model.set_attn_implementation(name)
-                for lengths in _ROWS:
-                    _run(model, plan, device, lengths)
+                with first_alone():
+                    for lengths in _ROWS:
+                        _run(model, plan, device, lengths)
         except failures() as error:
             if _of_triton(error):
                 what = f"a Triton kernel of the linear-attention layers failed: {first_line(error)}"
@@ -82,6 +88,26 @@ def compile_kernels(model_config: PretrainedConfig, plan: Plan, device: torch.de
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return time.perf_counter() - start
+
+
+@contextmanager
+def first_alone() -> Iterator[None]:
+    """Inside, one process fills Triton's cache; those that come meanwhile wait for it, then read the cache at once."""
+    from triton import knobs
+
+    folder = Path(knobs.cache.dir)
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(folder / "halftune.lock")
+            try:
+                stack.enter_context(lock.acquire(blocking=False))
+            except Timeout:
+                with lock.acquire(timeout=_PATIENCE):
+                    pass
+        except OSError:
+            pass  # no cache that could be written, or no end of the first: this process compiles for itself
+        yield
 
 
 def _of_triton(error: BaseException) -> bool:
