@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -239,6 +240,49 @@ def test_scores_of_the_harness() -> None:
     numbers = {"alias": "a", "acc,none": 0.5, "acc_stderr,none": 0.1, "em,strict": 1, "em_stderr,strict": "N/A"}
     found = scores({"a": numbers}, {"a": {"acc": True, "em": False}})
     assert found == {"a/acc": TaskScore(0.5, 0.1, True), "a/em/strict": TaskScore(1.0, None, False)}
+
+
+class HarnessModel:
+    """What lm-evaluation-harness 0.4.13 does to a model: ties its weights, and opens an autocast of its own."""
+
+    def __init__(self, pretrained: Any, tokenizer: Any, batch_size: int, **dtypes: torch.dtype | None) -> None:
+        pretrained.tie_weights()
+        self.model, self.dtypes = pretrained, dtypes
+
+    @torch.no_grad()
+    def logprob(self) -> float:
+        dtype, ids = self.dtypes.get("mixed_precision_dtype"), torch.arange(20)[None]
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            logits = self.model(ids).logits
+        logprobs = torch.nn.functional.log_softmax(logits, -1, dtype=self.dtypes.get("softmax_dtype"))
+        return logprobs[0, :-1].gather(1, ids[0, 1:, None]).sum().item()
+
+
+def test_tasks_are_computed_under_the_plan(
+    base: Path, tmp_path: Path, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an fp32 adapter with added tokens on a bf16 base."""
+
+    def simple_evaluate(model: HarnessModel, **_: Any) -> dict[str, Any]:
+        return {"results": {"sum": {"logprob,none": model.logprob()}}, "higher_is_better": {}}
+
+    manager = SimpleNamespace(match_tasks=list, load=list)
+    modules: dict[str, dict[str, Any]] = {
+        "lm_eval": {"simple_evaluate": simple_evaluate},
+        "lm_eval.models": {},
+        "lm_eval.models.huggingface": {"HFLM": HarnessModel},
+        "lm_eval.tasks": {"TaskManager": lambda **_: manager},
+    }
+    for name, members in modules.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**members))
+    model = {"name_or_path": str(base), "tokenizer": "builtin:qwen2-tiny", "tokens": {"add": ["<a>"]}}
+    run = finished_run(tmp_path / "run", base, precision="bf16", model=model)
+    _, tuned = evaluate(run, "--tasks", "sum")["models"]
+    (target,) = open_targets([str(run)], [], tmp_path, base=None)
+    causal = measure.load_weights(target.run, base=False).get_base_model()
+    monkeypatch.setattr(causal, "tie_weights", lambda: None)
+    by_hand = HarnessModel(causal, None, 1, mixed_precision_dtype=torch.bfloat16, softmax_dtype=torch.float32)
+    assert (tuned["compute"], tuned["metrics"]["sum/logprob"]["value"]) == ("bf16", by_hand.logprob())
 
 
 def test_a_task_of_the_harness(trained: Path, tmp_path: Path, evaluate: Evaluate) -> None:

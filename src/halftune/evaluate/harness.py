@@ -7,16 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets.exceptions import DatasetsError
 from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedTokenizerBase
+from transformers.initialization import no_tie_weights
 
 from halftune.core.errors import ConfigError, DataError
 from halftune.core.optional import need
 from halftune.model.files.load_errors import first_line
 from halftune.plan import Plan
-from halftune.precision.dtypes import autocast
+from halftune.precision.dtypes import torch_dtype
 
 
 @dataclass(frozen=True)
@@ -74,15 +76,22 @@ class Harness:
         Args:
             model: on its device, in evaluation mode.
             tokenizer: its tokenizer.
-            plan: gives autocast.
+            plan: gives autocast's dtype.
             rows: of a forward pass.
         """
         causal: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-        wrapped = self._models.HFLM(pretrained=causal, tokenizer=tokenizer, batch_size=rows)
-        with autocast(plan.precision, causal.device):
-            found = self._lm_eval.simple_evaluate(
-                model=wrapped, tasks=self.tasks, task_manager=self._manager, limit=self.limit, log_samples=False
+        compute = torch_dtype(plan.precision.compute.value) if plan.precision.autocast.value else None
+        with no_tie_weights():  # they are tied already, and trained copies by the adapter
+            wrapped = self._models.HFLM(
+                pretrained=causal,
+                tokenizer=tokenizer,
+                batch_size=rows,
+                mixed_precision_dtype=compute,  # of the harness's own autocast, which switches off one around it
+                softmax_dtype=torch.float32,  # as of each loss here; the harness's choice is that of the logits
             )
+        found = self._lm_eval.simple_evaluate(
+            model=wrapped, tasks=self.tasks, task_manager=self._manager, limit=self.limit, log_samples=False
+        )
         return scores(found["results"], found["higher_is_better"])
 
 
