@@ -14,6 +14,7 @@ from test_features import result
 from tiny_audio import KINDS, ROWS, heard, write_rows
 from tiny_images import write_image
 
+from halftune.config.facts.media import AUDIO_FAMILIES
 from halftune.core.errors import PlanError
 from halftune.data.media.feature_store import FeatureStore
 from halftune.data.pipeline import prepare
@@ -24,6 +25,8 @@ from halftune.model.tokenizer.tokenizer import load_tokenizer
 from halftune.train.batches.features import FeatureProcessor, with_features
 from halftune.train.batches.feed import Feed
 from halftune.train.trainer import train
+
+ALONE = [kind for kind in KINDS if AUDIO_FAMILIES[kind].alone]
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +45,7 @@ def made(loaded: Any, plan: Any) -> tuple[Any, Feed, Feed]:
 
 
 @pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALONE)
 def test_features_give_the_loss_of_spectrograms(kind: str, packing: bool, tmp_path: Path) -> None:
     data = {"cache_features": True, "packing": packing, "max_length": 512}
     loaded, plan = recipe(tmp_path, kind, data=data)
@@ -76,7 +79,7 @@ def losses(folder: Path, kind: str, output: str, **data: Any) -> dict[int, float
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALONE)
 def test_losses_of_three_epochs_are_the_same_bits(kind: str, tmp_path: Path, cache: Path) -> None:
     computed = losses(tmp_path, kind, "computed", cache_features=False)
     assert len(computed) == 3 * len(ROWS)

@@ -69,7 +69,8 @@ def _heard(frames: int) -> int:
 
 def _plain_ids(config: PretrainedConfig) -> list[int]:
     """16 ids of text: none is a placeholder."""
-    placeholders = {value for name, value in config.to_dict().items() if name.endswith(("_token_id", "_token_index"))}
+    named = [value for name, value in config.to_dict().items() if name.endswith(("_token_id", "_token_index"))]
+    placeholders = {value for value in named if isinstance(value, int)}  # some have lists: tokens that end an answer
     return [one for one in range(80) if one not in placeholders][:16]
 
 
