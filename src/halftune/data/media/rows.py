@@ -1,4 +1,4 @@
-"""Finds the images and sounds of a row: content parts, and columns with ``<image>`` or ``<audio>`` in the texts.
+"""Finds the media of a row: content parts, and columns with ``<image>``, ``<video>`` or ``<audio>`` in the texts.
 
 Each becomes a character of ``MEDIA`` in its text, until the chat template writes the model's own placeholder.
 """
@@ -10,16 +10,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from halftune.config.facts.media import DATA_KEYS
 from halftune.data.formats.conversation import Conversation, Record, RowDropped, RowError
 from halftune.data.formats.detect import Reading
-from halftune.data.templates.control_tokens import AUDIO, IMAGE, MEDIA
+from halftune.data.templates.control_tokens import MEDIA
 
 CHARACTERS = {kind: character for character, kind in MEDIA.items()}
-MARKERS = {"<image>": "image", "<audio>": "audio"}
-_COLUMNS = {"images": "image", "image": "image", "audios": "audio", "audio": "audio"}
-_PARTS = {"image": "image", "image_url": "image", "audio": "audio", "input_audio": "audio", "audio_url": "audio"}
-_VALUES = ("image", "image_url", "audio", "audio_url", "path", "url", "bytes", "base64")
-_OTHERS, _OTHER_PARTS = ("videos", "video"), ("video", "video_url")
+MARKERS = {"<image>": "image", "<video>": "video", "<audio>": "audio"}
+_COLUMNS = {
+    "images": "image", "image": "image", "videos": "video", "video": "video", "audios": "audio", "audio": "audio"
+}  # fmt: skip
+_PARTS = {
+    "image": "image", "image_url": "image", "video": "video", "video_url": "video",
+    "audio": "audio", "input_audio": "audio", "audio_url": "audio",
+}  # fmt: skip
+_VALUES = ("image", "image_url", "video", "video_url", "audio", "audio_url", "path", "url", "bytes", "base64")
 _FREE = ("tools", "system")  # texts of a row that hold no media
 
 Found = list[tuple[str, Any]]
@@ -31,10 +36,10 @@ def read_row(reading: Reading, row: Mapping[str, Any], kinds: tuple[str, ...]) -
     Args:
         reading: the row's format.
         row: the row.
-        kinds: what is trained: ``image``, ``audio``.
+        kinds: what is trained: ``image``, ``video``, ``audio``.
 
     Raises:
-        RowError: as many markers as images and sounds are expected, and none in an answer; or others are there.
+        RowError: not one marker for each image, video and sound, one in an answer, or of another kind.
         RowDropped: as the format does.
     """
     _check_columns(row, kinds)
@@ -54,8 +59,8 @@ def read_row(reading: Reading, row: Mapping[str, Any], kinds: tuple[str, ...]) -
 
 
 def _check_columns(row: Mapping[str, Any], kinds: tuple[str, ...]) -> None:
-    for name in (*_OTHERS, *_COLUMNS):
-        if row.get(name) and _COLUMNS.get(name) not in kinds:
+    for name, kind in _COLUMNS.items():
+        if row.get(name) and kind not in kinds:
             raise _unsupported(name, kinds)
 
 
@@ -66,13 +71,13 @@ def _of_questions(made: Conversation, media: Found) -> tuple[tuple[str, Any], ..
         RowError: one of them is in an answer, or outside the messages.
     """
     texts = [str(message["content"]) for message in made.messages if message["role"] != "assistant"]
-    if sum(text.count(IMAGE) + text.count(AUDIO) for text in texts) != len(media):
-        raise RowError("an image or a sound stands in an answer, or outside the messages", code="data.image_count")
+    if sum(text.count(character) for text in texts for character in MEDIA) != len(media):
+        raise RowError("media stand in an answer, or outside the messages", code="data.image_count")
     return tuple(media)
 
 
 def _unsupported(name: str, kinds: tuple[str, ...]) -> RowError:
-    known = " and ".join(("text", *(f"data.{'images' if kind == 'image' else kind}" for kind in kinds)))
+    known = " and ".join(("text", *(DATA_KEYS[kind] for kind in kinds)))
     return RowError(f"row with {name}: this run trains {known}", code="data.media_unsupported")
 
 
@@ -89,8 +94,8 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _without_media(value: Any, found: Found, marked: frozenset[str], kinds: tuple[str, ...]) -> Any:
-    """A copy with a character for each image and sound; ``found`` gets its kind and value, which is None for a marker
-    or a part without value."""
+    """A copy with a character for each medium; ``found`` gets its kind and value, which is None
+    for a marker or a part without value."""
     if isinstance(value, str):
         return _without_markers(value, found, marked)
     if isinstance(value, list | tuple):
@@ -98,7 +103,7 @@ def _without_media(value: Any, found: Found, marked: frozenset[str], kinds: tupl
     if not isinstance(value, Mapping):
         return value
     part = value.get("type")
-    if part in _OTHER_PARTS or part in _PARTS:
+    if part in _PARTS:
         found.append(_medium(value, str(part), kinds))
         return {"type": "text", "text": CHARACTERS[found[-1][0]]}
     return {name: _without_media(item, found, marked, kinds) for name, item in value.items()}
@@ -106,7 +111,7 @@ def _without_media(value: Any, found: Found, marked: frozenset[str], kinds: tupl
 
 def _medium(value: Mapping[str, Any], part: str, kinds: tuple[str, ...]) -> tuple[str, Any]:
     """Kind and value of a content part."""
-    kind = _PARTS.get(part, "")
+    kind = _PARTS[part]
     if kind not in kinds:
         raise _unsupported(f"{part} parts", kinds)
     return kind, next((value[name] for name in (part, *_VALUES) if value.get(name) is not None), None)
@@ -125,7 +130,7 @@ def _noted(marker: str, found: Found) -> str:
 
 
 def _matched(found: Found, given: dict[str, list[Any]]) -> Found:
-    """Images and sounds in the order of the texts: values of parts, and for markers the next of the column.
+    """Media in the order of the texts: values of parts, and for markers the next of the column.
 
     Raises:
         RowError: not as many of them as markers.

@@ -54,7 +54,7 @@ class FeatureProcessor(MediaProcessor):
     """A processor whose inputs are features of images instead of pixels.
 
     Args:
-        processor: makes the inputs of images that are not in the store, and of sounds.
+        processor: makes the inputs of images that are not in the store, and of other media.
         tower: computes their features.
         store: keeps them.
     """
@@ -70,9 +70,9 @@ class FeatureProcessor(MediaProcessor):
 
     def inputs(self, refs: Sequence[Sequence[MediaRef]]) -> dict[str, Tensor]:
         """As of ``MediaProcessor``, with features instead of pixels."""
-        images = [ref for ref in chain.from_iterable(refs) if not ref.is_audio]
-        heard = [[ref for ref in group if ref.is_audio] for group in refs]
-        made = self.processor.inputs(heard) if any(heard) else {}
+        images = [ref for ref in chain.from_iterable(refs) if ref.kind == "image"]
+        others = [[ref for ref in group if ref.kind != "image"] for group in refs]
+        made = self.processor.inputs(others) if any(others) else {}
         found = [self.features(ref) for ref in images]
         return made | {name: torch.cat([one[name] for one in found]) for name in (found[0] if found else ())}
 
@@ -245,7 +245,7 @@ def _images(made: FeatureProcessor, data: PreparedData) -> dict[str, tuple[Token
 
 def _refs(split: TokenizedSplit, index: int) -> Iterator[MediaRef]:
     for segment in split.example(index).segments:
-        yield from (ref for ref in unpack(segment.media) if not ref.is_audio) if segment.media else ()
+        yield from (ref for ref in unpack(segment.media) if ref.kind == "image") if segment.media else ()
 
 
 def _as_outputs(_model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
