@@ -121,7 +121,10 @@ def own_processor(kind: str, media: MediaProcessor, patch: pytest.MonkeyPatch) -
     assert spec.loader is not None
     patch.setitem(sys.modules, name, module := importlib.util.module_from_spec(spec))
     spec.loader.exec_module(module)
-    given = json.loads((Path(media.settings.model) / "video_preprocessor_config.json").read_text())
+    files = [Path(media.settings.model) / f"{name}preprocessor_config.json" for name in ("video_", "")]
+    given = json.loads(next(file for file in files if file.exists()).read_text())
+    given.pop("processor_class", None)
+    given.pop("image_processor_type", None)
     own = media._own
     own.video_processor = getattr(module, module.__all__[0])(**given)
     return own

@@ -96,7 +96,9 @@ def mutated(content: bytes, seed: int) -> bytes:
     return bytes(made[: chance.integers(len(made))] if seed % 4 == 0 else made)
 
 
-@pytest.mark.parametrize("form", [*FORMS, "gif"])
+@pytest.mark.parametrize(
+    "form", ["gif", "mp4", *(pytest.param(one, marks=pytest.mark.nightly) for one in FORMS if one != "mp4")]
+)
 def test_a_mutated_file_is_read_or_refused(form: str, tmp_path: Path) -> None:
     content = write_video(tmp_path / "a.gif").read_bytes() if form == "gif" else film(form, 12)
     read = 0

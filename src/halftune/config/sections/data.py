@@ -16,6 +16,8 @@ BUILTIN_DATA: dict[str, str] = {
     "number-formats-text": "the same facts as plain text",
     "patterns": "pictures of coloured patterns, made by code, with the question what they show (data.images: true)",
     "patterns-test": "the same with other widths and places",
+    "motions": "videos of moving bars, made by code: their colour, and where they go (data.videos: true)",
+    "motions-test": "the same with other places and speeds",
     "tones": "beeps made by code: how many, how high, level, rising or falling (data.audio: true)",
     "tones-test": "the same with other pitches, lengths and pauses",
     "python-pairs": "python-docs with a rejected answer, from another question, for preference methods",
