@@ -69,7 +69,9 @@ def converted(recipe: dict[str, Any], framework: str, **changes: Any) -> Any:
         (("audios",), {"audio_sampling_rate": 8000}, "approximate"),
         (("audios",), {"model_name_or_path": AUDIO, "template": "qwen2_audio"}, "approximate"),
         (("audios", "images"), {"model_name_or_path": AUDIO, "template": "qwen2_audio"}, "refused"),
-        (("audios", "videos"), {}, "refused"),
+        (("audios", "videos"), {}, "same"),
+        (("audios", "videos"), {"use_audio_in_video": True}, "refused"),
+        (("audios", "videos"), {"model_name_or_path": AUDIO, "template": "qwen2_audio"}, "refused"),
         (("audios",), {"model_name_or_path": "Qwen/Qwen2.5-VL-7B-Instruct"}, "refused"),
         (("audios",), {"model_name_or_path": "mistralai/Voxtral-Mini-3B-2507"}, "refused"),
         (("audios",), {"stage": "rm"}, "refused"),
@@ -85,7 +87,9 @@ def test_llamafactory(columns: tuple[str, ...], changes: dict[str, Any], status:
     assert made.status == status
     if status == "same":
         data = made.values["data"]
-        assert (data["audio"], data.get("images", False)) == (True, "images" in columns)
+        assert [data.get(key, False) for key in ("audio", "images", "videos")] == [
+            name in columns for name in ("audios", "images", "videos")
+        ]
         assert names.items() <= data["train"][0]["columns"].items()
         assert "chat_template" not in made.values["model"]
         assert made.values["method"]["train_line_break"] is True
@@ -126,8 +130,8 @@ def test_axolotl(changes: dict[str, Any], status: str, trained: dict[str, str] |
     [
         (AUDIO, {"audios"}),
         ("./models/qwen2_audio", {"audios"}),
-        (OMNI, {"audios", "images"}),
-        ("Qwen/Qwen2.5-VL-7B-Instruct", {"images"}),
+        (OMNI, {"audios", "images", "videos"}),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", {"images", "videos"}),
         ("Qwen/Qwen3-Omni-30B-A3B-Instruct", {"audios", "images"}),
         ("Qwen/Qwen3-ASR-1.7B-hf", {"audios"}),
         ("zai-org/GLM-ASR-Nano-2512", {"audios"}),

@@ -113,7 +113,8 @@ def test_texts_that_have_labels_in_axolotl(template: str | None, labels: str | N
         ({"images": "images"}, {"freeze_vision_tower": False}, "same"),
         ({"images": "images"}, {"freeze_multi_modal_projector": False}, "approximate"),
         ({}, {"freeze_vision_tower": False}, "same"),
-        ({"images": "images", "videos": "videos"}, {}, "refused"),
+        ({"images": "images", "videos": "films"}, {"video_fps": 1.0, "video_maxlen": 16}, "same"),
+        ({"videos": "videos"}, {"model_name_or_path": "llava-hf/llava-1.5-7b-hf", "template": "llava"}, "refused"),
         ({"audios": "audios"}, {}, "refused"),
         ({}, {"image_max_pixels": 262144}, "same"),
     ],
@@ -130,7 +131,11 @@ def test_llamafactory(columns: dict[str, str], changes: dict[str, Any], status: 
         assert data["images"] is True
         assert data["image_max_pixels"] == changes.get("image_max_pixels", 768 * 768)
         assert made.values["method"]["train_line_break"] is True
-        assert data["train"][0].get("columns", {}).get("images", "images") == columns["images"]
+        names = data["train"][0].get("columns", {})
+        assert {name: names.get(name, name) for name in columns} == columns
+        if "videos" in columns:
+            asked = {key: data[f"video_{key}"] for key in ("fps", "max_frames", "min_pixels", "max_pixels")}
+            assert asked == {"fps": 1.0, "max_frames": 16, "min_pixels": 256, "max_pixels": 65536}
 
 
 @pytest.mark.parametrize(

@@ -338,7 +338,7 @@ def test_preference_pairs_have_no_answer():
 @pytest.mark.slow
 def test_builtin_sets(tokenizer, make_config):
     quickstart = {"number-formats", "number-formats-test", "number-formats-text"}
-    drawn = {"patterns", "patterns-test", "tones", "tones-test"}
+    drawn = {"patterns", "patterns-test", "motions", "motions-test", "tones", "tones-test"}
     assert set(BUILTIN_DATA) == {"stdlib-text", "python-docs", "python-pairs", "python-rated"} | quickstart | drawn
     rows = read("builtin:python-docs").all()
     assert len(rows) == 1500

@@ -14,8 +14,8 @@ from halftune.core.packaged import read_yaml
 # Every builtin model shares one tokenizer: byte-level BPE, 4,096 entries, these three control tokens first.
 VOCAB_SIZE = 4096
 PAD_TOKEN, START_TOKEN, END_TOKEN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-# What a model that sees or hears adds to the tokenizer: the names that processors look for, and the tokens; begin, end
-# and placeholder first.
+# What a model that sees or hears adds to the tokenizer: the names that processors look for, and the tokens; begin and
+# end first.
 IMAGE_TOKENS = {
     "vision_bos_token": "<|vision_start|>",
     "vision_eos_token": "<|vision_end|>",

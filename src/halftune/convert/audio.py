@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from halftune.config.facts.media import IMAGE_FAMILIES
+from halftune.config.facts.media import AUDIO_FAMILIES, IMAGE_FAMILIES, VIDEO_FAMILIES
 from halftune.convert import images
 from halftune.convert.draft import Draft, is_off, table
 
@@ -13,11 +13,13 @@ RATE = 16_000  # samples per second, of all feature extractors of ``AUDIO_FAMILI
 
 
 def find_media(model: Any) -> set[str]:
-    """What a model with this name takes of ``images`` and ``audios``; empty where the name is not known."""
-    for pattern, kind in table("media", "audio").items():
-        if re.search(pattern, str(model), re.IGNORECASE):
-            return {"audios"} | ({"images"} if kind in IMAGE_FAMILIES else set())
-    return {"images"} if images.find_family(model) is not None else set()
+    """What a model with this name takes of ``images``, ``videos`` and ``audios``; empty where it is not known."""
+    for ours in ("audio", "images"):  # omni models are in both
+        for pattern, kind in table("media", ours).items():
+            if re.search(pattern, str(model), re.IGNORECASE):
+                tables = {"images": IMAGE_FAMILIES, "videos": VIDEO_FAMILIES, "audios": AUDIO_FAMILIES}
+                return {name for name, families in tables.items() if kind in families}
+    return set()
 
 
 def of_axolotl(draft: Draft, method: str) -> None:
@@ -36,10 +38,9 @@ def of_axolotl(draft: Draft, method: str) -> None:
 
 
 def rate(draft: Draft) -> None:
-    """LLaMA-Factory's ``audio_sampling_rate``, and settings that only videos have."""
+    """LLaMA-Factory's ``audio_sampling_rate``."""
     key = "audio_sampling_rate"
     if draft.left.get(key) in (None, RATE):
         draft.drop(key, "the rate of the model's own feature extractor")
     else:
         draft.changed(key, "", None, f"the model's own feature extractor takes {RATE:,} samples per second")
-    draft.drop("use_audio_in_video", "no source has videos")

@@ -84,9 +84,9 @@ def _parts(name: str) -> tuple[str, ...]:
 def llamafactory_parts(draft: Draft) -> None:
     """LLaMA-Factory freezes towers and projector unless it is told otherwise, and trains the language model."""
     draft.follow("media.parts")
-    towers = {"data.images": "vision", "data.audio": "audio"}
+    towers = {"data.images": "vision", "data.videos": "vision", "data.audio": "audio"}
     groups = {
-        "freeze_vision_tower": [part for key, part in towers.items() if draft.get(key)],
+        "freeze_vision_tower": [*dict.fromkeys(part for key, part in towers.items() if draft.get(key))],
         "freeze_multi_modal_projector": ["projector"],
     }
     kind = str(draft.source.get("finetuning_type") or "lora")

@@ -27,7 +27,7 @@ _THOUGHT = "the empty thought of an answer without one has labels here, and none
 def axolotl_template(draft: Draft) -> None:
     """``chat_template`` and ``eot_tokens`` of a recipe whose sources are known."""
     key, asked = "chat_template", str(draft.take("chat_template") or "tokenizer_default")
-    if draft.get("data.images") or draft.get("data.audio"):
+    if any(draft.get(f"data.{kind}") for kind in ("images", "videos", "audio")):
         images.axolotl_template(draft, key, asked)
     elif unread := _unread(draft, key, asked):
         if key in draft.source:
@@ -137,7 +137,7 @@ def llamafactory_template(draft: Draft, key: str = "template") -> None:
         return
     asked = str(draft.take(key))
     row = find_template(asked) if asked in LLAMA_FACTORY else None
-    if draft.get("data.images") or draft.get("data.audio"):
+    if any(draft.get(f"data.{kind}") for kind in ("images", "videos", "audio")):
         _with_media(draft, key, row)
     elif row is None:
         _nearest(draft, key, asked)

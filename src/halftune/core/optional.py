@@ -87,6 +87,7 @@ _EXTRAS = {
     "gguf": "gguf",
     "soundfile": "audio",
     "soxr": "audio",
+    "av": "video",
     "bitsandbytes": "bitsandbytes",
     "torchao": "torchao",
     "galore-torch": "galore",

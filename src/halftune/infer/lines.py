@@ -2,8 +2,8 @@
 
 In: ``{"id": 1, "messages": [{"role": "user", "content": "…"}], "adapter": true, "generation": {"temperature": 0.7}}``;
 ``content`` may be a list of parts: ``{"type": "text", "text": "…"}`` and, of a model trained on images,
-``{"type": "image_url", "image_url": {"url": "data:…"}}``, of one trained on audio ``{"type": "input_audio",
-"input_audio": {"data": "<base64>"}}``; files and addresses are refused.
+``{"type": "image_url", "image_url": {"url": "data:…"}}``, of one trained on videos the same with ``video_url``, of one
+trained on audio ``{"type": "input_audio", "input_audio": {"data": "<base64>"}}``; files and addresses are refused.
 ``{"stop": true}`` stops the current answer. After the end of input, pending requests are answered, then the chat exits.
 
 Out: ``{"event": "ready", …}`` once; then for each request ``{"event": "text", "id": 1, "text": "…"}`` per piece, and
@@ -47,6 +47,7 @@ def serve(session: ChatSession, requests: TextIO, events: TextIO) -> None:
         "device": session.run.plan.device.value,
         "generation": own.model_dump(),
         "images": "image" in kinds,
+        "videos": "video" in kinds,
         "audio": "audio" in kinds,
     }
     _emit(events, event="ready", **ready)
@@ -115,9 +116,11 @@ def _part(part: Any, session: ChatSession) -> dict[str, Any]:
             return {"type": "text", "text": text}
         case {"type": "image_url", "image_url": {"url": str(url)}} if url.startswith("data:"):
             return {"type": "image", "ref": session.media(url)}
+        case {"type": "video_url", "video_url": {"url": str(url)}} if url.startswith("data:"):
+            return {"type": "video", "ref": session.media(url, kind="video")}
         case {"type": "input_audio", "input_audio": {"data": str(data)}}:
             return {"type": "audio", "ref": session.media(f"data:;base64,{data}", kind="audio")}
-    raise _invalid("a part of a message is neither a text, nor an image as a data URL, nor input_audio")
+    raise _invalid("a part of a message is neither a text, nor an image or video as a data URL, nor input_audio")
 
 
 def _invalid(what: str) -> ModelError:

@@ -15,6 +15,7 @@ HELP = """\
 /adapter on|off   answer with the trained or the base model
 /compare [TEXT]   show both answers to TEXT, or to the last question
 /image PATH       attach an image to the next message
+/video PATH       attach a video to the next message
 /audio PATH       attach a sound to the next message
 /system [TEXT]    set the system prompt; without TEXT remove it
 /reset            start a new conversation
@@ -32,6 +33,7 @@ class Repl:
             "adapter": self._adapter,
             "compare": self._compare,
             "image": self._image,
+            "video": self._video,
             "audio": self._audio,
             "system": self._system,
             "reset": self._reset,
@@ -122,12 +124,19 @@ class Repl:
         image = self.session.attach(argument)
         print(f"attached: {image.width} × {image.height} pixels")
 
+    def _video(self, argument: str) -> None:
+        if not argument:
+            print("use /video PATH")
+            return
+        video = self.session.attach(argument, "video")
+        print(f"attached: {video.width} × {video.height} pixels, {video.seconds:.1f} s")
+
     def _audio(self, argument: str) -> None:
         if not argument:
             print("use /audio PATH")
             return
         sound = self.session.attach(argument, "audio")
-        print(f"attached: {sound.frames / sound.rate:.1f} s")
+        print(f"attached: {sound.seconds:.1f} s")
 
     def _system(self, argument: str) -> None:
         self.session.system = argument

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
+from halftune.config.facts.media import DATA_KEYS
 from halftune.config.sections.training import GenerationSection
 from halftune.core.errors import ModelError
 from halftune.model.adapters import load_adapter
@@ -54,11 +55,11 @@ class ChatSession:
     _base: Any = None
 
     def attach(self, path: str, kind: str = "image") -> MediaRef:
-        """Adds an image or a sound to the next message.
+        """Adds an image, a video or a sound to the next message.
 
         Args:
             path: of a file.
-            kind: ``image`` or ``audio``.
+            kind: ``image``, ``video`` or ``audio``.
 
         Raises:
             ModelError: see :meth:`media`.
@@ -68,19 +69,18 @@ class ChatSession:
         return self.attached[-1]
 
     def media(self, given: str, folder: Path | None = None, kind: str = "image") -> MediaRef:
-        """The reference of an image or a sound.
+        """The reference of an image, a video or a sound.
 
         Args:
             given: a data URL, or a path in ``folder``.
             folder: None: paths are refused.
-            kind: ``image`` or ``audio``.
+            kind: ``image``, ``video`` or ``audio``.
 
         Raises:
             ModelError: it cannot be read, or the model was not trained on its kind.
         """
         if self.images is None or kind not in self.images.settings.kinds:
-            what, key = f"the model was not trained with {kind}", "images" if kind == "image" else kind
-            remedy = f"train it with data.{key}: true"
+            what, remedy = f"the model was not trained with {kind}", f"train it with {DATA_KEYS[kind]}: true"
             raise ModelError(what, remedy=remedy, code="infer.bad_image")
         from halftune.data.media.reference import BadMedia, refer  # few conversations have images
 
@@ -95,7 +95,7 @@ class ChatSession:
         return [*system, *self.history, {"role": "user", "content": self._content(text)}]
 
     def _content(self, text: str) -> str | list[dict[str, Any]]:
-        media = [{"type": "audio" if one.is_audio else "image", "ref": one} for one in self.attached]
+        media = [{"type": one.kind, "ref": one} for one in self.attached]
         return [*media, {"type": "text", "text": text}] if media else text
 
     def answer(self, text: str, *, tuned: bool, on_text: OnText | None = None) -> str:

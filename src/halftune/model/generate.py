@@ -52,7 +52,7 @@ def generate_reply(
     Args:
         model: on its device, a peft model or a transformers one.
         tokenizer: its tokenizer.
-        messages: OpenAI format, the user's message last; a part ``image`` or ``audio`` has the reference ``ref``.
+        messages: OpenAI format, the user's message last; images, videos and sounds are parts with a reference ``ref``.
         generation: decoding settings; of the checkpoint's generation config only stop tokens are used.
         plan: gives autocast.
         on_text: called with each new piece of text as it comes.
@@ -109,7 +109,7 @@ def conversation_inputs(
         ModelError: as `generate_reply`, except for the context length.
     """
     refs = [part["ref"] for one in messages if isinstance(one["content"], list) for part in one["content"] if
-            part["type"] in ("image", "audio")]  # fmt: skip
+            part["type"] in ("image", "video", "audio")]  # fmt: skip
     prompt = _prompt(tokenizer, messages, variables, partial(_with_images, images, refs))
     if not prompt:
         what = "the prompt has no tokens"
@@ -168,7 +168,7 @@ def _with_images(images: MediaProcessor | None, refs: Sequence[MediaRef], text: 
         raise ModelError(str(error), remedy="use another file", code="infer.bad_image") from error
     if written is None:
         token = images.token_of(refs[0])
-        what = f"the conversation has not one {token} for each of its images and sounds"
+        what = f"the conversation has not one {token} for each of its images, videos and sounds"
         raise ModelError(what, remedy=f"write no {token}, or /reset", code="infer.bad_image")
     return written
 
@@ -184,8 +184,9 @@ def _image_inputs(
     except BadMedia as error:
         raise ModelError(str(error), remedy="use another file, or /reset", code="infer.bad_image") from error
     made |= images.token_types(prompt_1T)
-    return {
-        name: (one.to(dtype) if one.is_floating_point() else one).to(prompt_1T.device) for name, one in made.items()
+    return {  # seconds of videos, which have one axis, become positions: they stay fp32
+        name: (one.to(dtype) if one.is_floating_point() and one.ndim > 1 else one).to(prompt_1T.device)
+        for name, one in made.items()
     }
 
 

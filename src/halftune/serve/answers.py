@@ -96,9 +96,11 @@ def _part(engine: Engine, part: Any) -> dict[str, Any]:
             return {"type": "text", "text": text}
         case {"type": "image_url", "image_url": {"url": str(url)}} if url.startswith("data:"):
             return {"type": "image", "ref": engine.media(url)}
+        case {"type": "video_url", "video_url": {"url": str(url)}} if url.startswith("data:"):
+            return {"type": "video", "ref": engine.media(url, kind="video")}
         case {"type": "input_audio", "input_audio": {"data": str(data)}}:
             return {"type": "audio", "ref": engine.media(f"data:;base64,{data}", kind="audio")}
-    what = "a part of a message is neither a text, nor an image as a data URL, nor input_audio"
+    what = "a part of a message is neither a text, nor an image or video as a data URL, nor input_audio"
     raise ApiError(400, what, "infer.bad_request", "messages")
 
 

@@ -6,7 +6,8 @@ const root = element.querySelector('.ht-chat');
 const read = () => { try { return JSON.parse(sessionStorage.getItem(STORE)) || {}; } catch (error) { return {}; } };
 const LARGE = 1 << 20, SIDE = 1536;  // larger files are sent as JPEG of at most this many pixels a side
 const RATE = 16000, LONGEST = 60;  // sounds are sent as WAV of this rate, of at most this many seconds
-let attached = [];  // images and sounds of the next message, as parts of its content
+const FILM = 8 << 20;  // videos are sent as they are, of at most so many bytes
+let attached = [];  // images, videos and sounds of the next message, as parts of its content
 let chosen = {run: '', name: ''}, model = {state: 'none'}, said = empty(), asked = 0, answering = null, slow = 0;
 
 function empty() { return {trained: [], base: []}; }
@@ -87,12 +88,16 @@ function ask() {
 async function attach(files) {
   model = {...model, error: ''};
   for (const one of [...files]) {
-    try { attached.push(await part(one)); } catch (error) { model = {...model, error: error.message === 'long' ? words.long : words.bad_file}; }
+    try { attached.push(await part(one)); } catch (error) { model = {...model, error: words[{long: 'long', large: 'large'}[error.message] || 'bad_file']}; }
   }
   file.value = '';
   draw();
 }
 async function part(one) {
+  if (model.videos && (one.type.startsWith('video/') || (one.type === 'image/gif' && !model.images))) {
+    if (one.size > FILM) throw new Error('large');
+    return {type: 'video_url', video_url: {url: await asUrl(one)}};
+  }
   if (model.audio && !one.type.startsWith('image/')) return {type: 'input_audio', input_audio: {data: (await sound(one)).split(',')[1], format: 'wav'}};
   if (!model.images) throw new Error('kind');
   return {type: 'image_url', image_url: {url: await picture(one)}};
@@ -129,6 +134,12 @@ async function sound(one) {
 function drop(place) { attached.splice(place, 1); draw(); adding.focus(); }
 function shown(one) {
   if (one.image_url) return make('img', {src: one.image_url.url, alt: words.picture});
+  if (one.video_url?.url.startsWith('data:image/')) return make('img', {src: one.video_url.url, alt: words.film});
+  if (one.video_url) {
+    const film = make('video', {src: one.video_url.url, controls: true, muted: true});
+    film.setAttribute('aria-label', words.film);
+    return film;
+  }
   const player = make('audio', {src: `data:audio/wav;base64,${one.input_audio.data}`, controls: true});
   player.setAttribute('aria-label', words.sound);
   return player;
@@ -173,9 +184,9 @@ function buttons() {
   const ready = model.state === 'ready' && model.run === chosen.run;
   load.disabled = !chosen.run || Boolean(answering) || ready;
   free.disabled = !['ready', 'loading'].includes(model.state);
-  adding.hidden = !(ready && (model.images || model.audio));
+  adding.hidden = !(ready && (model.images || model.videos || model.audio));
   adding.disabled = adding.hidden || Boolean(answering);
-  file.accept = [model.images && 'image/*', model.audio && 'audio/*'].filter(Boolean).join();
+  file.accept = [model.images && 'image/*', model.videos && 'video/*,image/gif', model.audio && 'audio/*'].filter(Boolean).join();
   send.disabled = !chosen.run || Boolean(answering) || !text.value.trim();
   stop.disabled = answering?.what !== 'ask' || model.state === 'loading';
   again.disabled = !chosen.run || Boolean(answering) || !said.trained.length;

@@ -162,7 +162,7 @@ def _serve(context: Context, chats: Chats, page: str, asked: _Asked) -> Iterator
         return
     state |= {
         "state": "ready",
-        **{kind: bool(ready.get(kind)) for kind in ("images", "audio")},
+        **{kind: bool(ready.get(kind)) for kind in ("images", "videos", "audio")},
         "base": ready["base"],
         "said": _ready(context, run, ready),
     }

@@ -1,4 +1,4 @@
-"""Model types that are trained on images or audio, one row each, and the parts of such a model."""
+"""Model types that are trained on images, video or audio, one row each, and the parts of such a model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from halftune.config.facts.folder import read_json
 from halftune.config.facts.wrapped import unwrapped
 from halftune.core.errors import DataError
 
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _LONGEST = 1 << 14  # pixels of a side that images are scaled to
 _MASK = "input_features_mask"
 _QWEN = ("pixel_values", "image_grid_thw")
+DATA_KEYS = {"image": "data.images", "video": "data.videos", "audio": "data.audio"}
 # Why a model type that hears is not in the table.
 REFUSED = {
     "voxtral": "mistral-common writes its prompts as token ids; it has no chat template that places audio",
@@ -91,6 +92,43 @@ IMAGE_FAMILIES = {
 _WITH_PROCESSOR = {("llava", "PixtralProcessor"): IMAGE_FAMILIES["mistral3"]}
 # Types whose towers pass cu_seqlens, the bounds of images and sounds, to attention, as FlashAttention takes them.
 TOWERS_WITH_BOUNDS = frozenset(kind for kind, family in IMAGE_FAMILIES.items() if family.mrope) | {"qwen3_asr"}
+
+
+@dataclass(frozen=True)
+class VideoFamily:
+    """How a model type takes video. All take patches of two frames, as ``pixel_values_videos``, and their grid.
+
+    Attributes:
+        rule: transformers' video processor, which says the frames that are taken and their size.
+        seconds: argument of the forward pass that has the seconds between two patches; empty if the text has times.
+        interval: key of config.json, in a section, whose value times these seconds is the distance of positions, and
+            its default.
+        runs_on: the text after a video begins behind its last position in time, too.
+        shared: images have the same token, so that transformers cannot tell them apart in a batch.
+    """
+
+    rule: Literal["qwen2", "qwen3", "glm4v", "glm46v"]
+    seconds: str = ""
+    interval: tuple[str, str, int] = ("", "", 1)
+    runs_on: bool = False
+    shared: bool = False
+
+    @property
+    def split(self) -> bool:
+        """Each pair of frames has placeholders of its own, with its time as text in front."""
+        return self.rule != "qwen2"
+
+
+VIDEO_FAMILIES = {
+    "qwen2_vl": VideoFamily("qwen2"),
+    "qwen2_5_vl": VideoFamily("qwen2", "second_per_grid_ts", ("vision_config", "tokens_per_second", 4)),
+    "qwen2_5_omni_thinker": VideoFamily(
+        "qwen2", "video_second_per_grid", ("", "position_id_per_seconds", 25), runs_on=True
+    ),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), VideoFamily("qwen3")),
+    "glm4v": VideoFamily("glm4v", shared=True),
+    "glm46v": VideoFamily("glm46v", shared=True),
+}
 
 
 @dataclass(frozen=True)

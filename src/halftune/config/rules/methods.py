@@ -163,11 +163,14 @@ def examples_are_what_is_counted(run: RunConfig, context: Context) -> Iterator[V
         yield Violation(("training", "tokens_per_batch"), what, "set training.per_device_train_batch_size: prompts")
 
 
-@rule("config.keys_conflict", "method", "data.packing", "data.images", "data.max_length")
+@rule("config.keys_conflict", "method", "data.packing", "data.images", "data.videos", "data.max_length")
 def answers_are_whole_and_text(run: RunConfig, context: Context) -> Iterator[Violation]:
     """On-policy distillation replaces whole answers of text."""
     if isinstance(run.method, DistillMethod) and run.method.on_policy:
-        for wrong, key in ((run.data.packing.split, "data.packing.split"), (run.data.media, "images or sounds")):
+        for wrong, key in (
+            (run.data.packing.split, "data.packing.split"),
+            (run.data.media, "media in rows"),
+        ):
             if wrong:
                 yield Violation(("method", "on_policy"), f"is not supported with {key}", "remove one of them")
         if run.method.max_completion_length + 8 > run.data.max_length:
@@ -210,6 +213,7 @@ def streams_have_no_epochs(run: RunConfig, context: Context) -> Iterator[Violati
     "data.eval_split",
     "data.deduplicate",
     "data.images",
+    "data.videos",
     "data.audio",
     "method",
 )
@@ -222,6 +226,7 @@ def streams_are_read_once(run: RunConfig, context: Context) -> Iterator[Violatio
         "eval_split": (data.eval_split, "use data.eval with a file of its own"),
         "deduplicate": (data.deduplicate, "remove the copies from the files"),
         "images": (data.images, "remove one of them"),
+        "videos": (data.videos, "remove one of them"),
         "audio": (data.audio, "remove one of them"),
     }
     for key, (given, remedy) in refused.items():

@@ -16,6 +16,8 @@ BUILTIN_DATA: dict[str, str] = {
     "number-formats-text": "the same facts as plain text",
     "patterns": "pictures of coloured patterns, made by code, with the question what they show (data.images: true)",
     "patterns-test": "the same with other widths and places",
+    "motions": "videos of moving bars, made by code: their colour, and where they go (data.videos: true)",
+    "motions-test": "the same with other places and speeds",
     "tones": "beeps made by code: how many, how high, level, rising or falling (data.audio: true)",
     "tones-test": "the same with other pitches, lengths and pauses",
     "python-pairs": "python-docs with a rejected answer, from another question, for preference methods",
@@ -152,12 +154,28 @@ class DataSection(Section):
     """Train on the audio of rows, as `images`. WAV files are read without further packages; `soundfile` reads FLAC,
     MP3 and OGG, and `soxr` resamples."""
 
+    videos: Flag = False
+    """Train on the videos of rows, as `images`. `av` (PyAV) reads MP4, MOV, WebM, MKV and AVI; GIF needs no package.
+    The sound of a video is not used."""
+
+    video_fps: Annotated[Number, Field(gt=0)] | None = None
+    """Frames taken per second of a video; by default as the model's video processor does (2 for Qwen)."""
+
+    video_max_frames: Annotated[Int, Field(ge=1)] | None = None
+    """Most frames taken of a video, evenly spread over it; by default the video processor's limit (768 for Qwen)."""
+
+    video_max_pixels: Annotated[Int, Field(ge=1)] | None = None
+    """Scale larger frames down to this many pixels (width × height); by default the video processor's limit."""
+
+    video_min_pixels: Annotated[Int, Field(ge=1)] | None = None
+    """Scale smaller frames up to this many pixels."""
+
     audio_max_seconds: Annotated[Number, Field(gt=0)] | None = None
     """The longest sound; by default the model's own limit (`chunk_length` of its feature extractor)."""
 
     media_folder: InputPath | None = None
-    """Folder where paths of images and audio begin, and which they may not leave; by default the folder of the data
-    file."""
+    """Folder where paths of images, videos and audio begin, and which they may not leave; by default the folder of the
+    data file."""
 
     image_max_pixels: Annotated[Int, Field(ge=1)] | None = None
     """Scale larger images down to this many pixels (width × height) before the model's own processor."""
@@ -170,13 +188,14 @@ class DataSection(Section):
     more than once and the disk has room."""
 
     on_bad_media: Literal["error", "drop"] = "error"
-    """A missing, broken or too large image or sound stops the run (`error`), or its row is dropped and counted
+    """A missing, broken or too large image, video or sound stops the run (`error`), or its row is dropped and counted
     (`drop`)."""
 
     @property
     def media(self) -> tuple[str, ...]:
-        """What is trained beside text: ``image``, ``audio``."""
-        return tuple(kind for kind, asked in (("image", self.images), ("audio", self.audio)) if asked)
+        """What is trained beside text: ``image``, ``video``, ``audio``."""
+        asked = {"image": self.images, "video": self.videos, "audio": self.audio}
+        return tuple(kind for kind in asked if asked[kind])
 
     num_workers: Annotated[Int, Field(ge=1)] | Literal["auto"] = "auto"
     """Tokeniser processes; `auto`: one per core for large data sets, none for small ones."""

@@ -16,7 +16,7 @@ from halftune.convert.templates import llamafactory_template
 from halftune.convert.trainer import continued, convert_trainer, eval_name, grouping, lora_plus, periods
 from halftune.core.files import read_limited
 
-MEDIA = "video, and images or audio of this model or method, are not supported yet: only texts would be trained"
+MEDIA = "images, videos or audio of this model or method are not supported yet: only texts would be trained"
 # Names of the data sets that LLaMA-Factory brings: with images, with video, and with audio.
 MEDIA_NAMES = re.compile(r"mllm|llava|multimodal|pokemon_cap|omni|rlhf_v")
 _VIDEO = re.compile(r"video|omni|multimodal")
@@ -161,9 +161,15 @@ def _data(draft: Draft, stage: str, folder: Path) -> None:
     grouping(draft)
     if draft.get("data.images"):
         draft.follow("media.pixels")
+    if draft.get("data.videos"):
+        draft.follow("media.videos")
+    else:
+        draft.drop(
+            "use_audio_in_video video_fps video_maxlen video_max_pixels video_min_pixels", "no source has videos"
+        )
     if draft.get("data.audio"):
         audio.rate(draft)
-    if draft.get("data.images") or draft.get("data.audio"):
+    if any(draft.get(f"data.{kind}") for kind in ("images", "videos", "audio")):
         images.llamafactory_parts(draft)
     llamafactory_template(draft)
     draft.follow("llamafactory.thinking")
@@ -210,7 +216,6 @@ def _translate_names(draft: Draft, key: str, ours: str, folder: Path, samples: d
     draft.translated(key, ours, sources, changed="" if found else "dataset_info.json was not found: check these paths")
     if known.keys() >= set(names) and not draft.get("data.images"):
         draft.drop("image_max_pixels image_min_pixels", "no source has images")
-        draft.drop("use_audio_in_video", "no source has videos")
 
 
 def _name_each(draft: Draft, ours: str, sources: list[dict[str, Any]], names: list[str]) -> None:
@@ -247,13 +252,13 @@ def _media(name: str, entry: Any) -> set[str]:
 
 
 def _untrained_media(draft: Draft, names: list[str], known: dict[str, Any], stage: str) -> list[str]:
-    """The data sets with media that would not be trained; images and audio are, where the model takes them."""
+    """The data sets with media that would not be trained; they are, where the model takes them."""
     media = {name: found for name in names if (found := _media(name, known.get(name)))}
     taken = audio.find_media(draft.get("model.name_or_path")) if stage in ("sft", "dpo", "kto") else set[str]()
     found = set[str]().union(*media.values())
     if not found <= taken:
         return list(media)
-    for kind, key in (("images", "data.images"), ("audios", "data.audio")):
+    for kind, key in (("images", "data.images"), ("videos", "data.videos"), ("audios", "data.audio")):
         if kind in found:
             draft.put(key, True)
     return []

@@ -1,4 +1,4 @@
-"""Rows with images as tokens: reads the row, opens the headers, and writes the placeholders."""
+"""Rows with images, videos and sounds as tokens: reads the row, opens the headers, and writes the placeholders."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Placeholders:
         return read_row(reading, row, self._settings.kinds)
 
     def expand(self, rendering: Rendering, media: Sequence[tuple[str, Any]]) -> Rendering:
-        """The rendering with placeholders, and the references of its images and sounds.
+        """The rendering with placeholders, and the references of its media.
 
         Args:
             rendering: of a conversation.
@@ -53,12 +53,12 @@ class Placeholders:
             texts = self._processor.texts(refs)
         except BadMedia as error:
             if self._settings.on_bad == "drop":
-                raise RowDropped("an image or a sound cannot be used") from error
+                raise RowDropped("an image, a video or a sound cannot be used") from error
             remedy = "correct or remove the row, or set data.on_bad_media: drop"
             raise RowError(str(error), remedy, "data.bad_media") from error
         tokens = [self._processor.token_of(ref) for ref in refs]
         made = expand(rendering, self._control, tokens, texts, pack(refs))
         if made is None:
-            what = f"the chat template does not write {', '.join(tokens)} for the images and sounds of the row"
+            what = f"the chat template does not write {', '.join(tokens)} for the media of the row"
             raise RowError(what, "set model.chat_template to the model's own template", "data.image_count")
         return made

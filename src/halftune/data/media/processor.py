@@ -1,4 +1,4 @@
-"""A model's own processor: the placeholders of an image by its size, and the inputs of the forward pass.
+"""A model's own processor: the placeholders of an image or a video by its size, and the forward pass's inputs.
 
 torchvision is not needed: image processors are loaded in their PIL form, which every type of ``IMAGE_FAMILIES`` has.
 """
@@ -29,6 +29,7 @@ from halftune.core.errors import DataError
 from halftune.data.media.audio import AudioProcessor
 from halftune.data.media.processor_class import processor_class
 from halftune.data.media.reference import BadMedia, MediaRef, decode, media_same
+from halftune.data.media.video import AS_PROCESSOR, VideoProcessor, VideoSettings
 from halftune.data.store import TokenStore
 from halftune.data.templates.assistant_turns import Turn
 from halftune.data.templates.control_tokens import ControlTokens
@@ -52,8 +53,9 @@ class MediaSettings:
         min_pixels, max_pixels: images are scaled to between these; None: no bound.
         on_bad: ``error`` or ``drop``, as ``data.on_bad_media``.
         folder: where paths of a source begin; empty if it has no folder.
-        kinds: ``image``, ``audio``: what is trained.
+        kinds: ``image``, ``video``, ``audio``: what is trained.
         max_seconds: the longest sound; None: the model's limit.
+        video: frames and size of videos.
     """
 
     model: str
@@ -65,6 +67,7 @@ class MediaSettings:
     folder: str = ""
     kinds: tuple[str, ...] = ("image",)
     max_seconds: float | None = None
+    video: VideoSettings = AS_PROCESSOR
 
     def of_source(self, path: str, media_folder: str | None) -> MediaSettings:
         """The settings of one source: paths are relative to its file, or to ``media_folder``."""
@@ -111,9 +114,9 @@ def media_settings(config: RunConfig, folder: Path) -> MediaSettings:
     digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
     data = config.data
     pixels = (data.image_min_pixels, data.image_max_pixels)
-    return MediaSettings(
-        str(folder), kind, digest, *pixels, data.on_bad_media, kinds=data.media, max_seconds=data.audio_max_seconds
-    )
+    video = VideoSettings(data.video_fps, data.video_max_frames, data.video_min_pixels, data.video_max_pixels)
+    options = {"kinds": data.media, "max_seconds": data.audio_max_seconds, "video": video}
+    return MediaSettings(str(folder), kind, digest, *pixels, data.on_bad_media, **options)
 
 
 class MediaProcessor:
@@ -131,12 +134,15 @@ class MediaProcessor:
         self.settings = settings
         self.family = image_family(Path(settings.model), settings.model_type) or _NO_IMAGES
         self.audio: AudioProcessor | None = None
+        self.video: VideoProcessor | None = None
         self._own: Any = None
         try:
             if "audio" in settings.kinds:
                 self.audio = AudioProcessor(settings.model, settings.model_type, tokenizer, settings.max_seconds)
             if self.family.processor:
                 self._own = _build(settings, self.family, tokenizer)
+            if "video" in settings.kinds:
+                self.video = VideoProcessor(settings.model, settings.model_type, self._own, settings.video)
         except _BUILD_ERRORS as error:
             reason = (str(error).strip() or repr(error)).splitlines()[0]
             raise DataError(
@@ -153,8 +159,12 @@ class MediaProcessor:
         return self._own.image_token
 
     def token_of(self, ref: MediaRef) -> str:
-        """What the chat template writes for an image or a sound."""
-        return self.audio.token if ref.is_audio and self.audio is not None else self.token
+        """What the chat template writes for an image, a video or a sound."""
+        part = self._part(ref)
+        return self.token if part is None else part.token
+
+    def _part(self, ref: MediaRef) -> AudioProcessor | VideoProcessor | None:
+        return {"audio": self.audio, "video": self.video}.get(ref.kind)
 
     @property
     def merge(self) -> int:
@@ -168,7 +178,7 @@ class MediaProcessor:
         )["images_kwargs"]
 
     def texts(self, refs: Sequence[MediaRef]) -> list[str]:
-        """The texts that stand for the images and sounds of a conversation, in order.
+        """The texts that stand for the media of a conversation, in order.
 
         Raises:
             BadMedia: the processor refuses a size or a length.
@@ -177,6 +187,8 @@ class MediaProcessor:
         return [next(sounds) if ref.is_audio else self._text(ref) for ref in refs]
 
     def _text(self, ref: MediaRef) -> str:
+        if self.video is not None and ref.kind == "video":
+            return self.video.text(ref)
         size = self.settings.fitted(ref.width, ref.height)
         fixed = self.family.expansion == "fixed" and not getattr(self._own.image_processor, "do_pan_and_scan", False)
         try:
@@ -204,36 +216,40 @@ class MediaProcessor:
         return self._own._process_images([blank] if self.family.nested else blank, **self._options)[1][0]
 
     def inputs(self, refs: Sequence[Sequence[MediaRef]]) -> dict[str, torch.Tensor]:
-        """The forward pass's arguments for the images of each segment, in the order of their placeholders.
+        """The forward pass's arguments for the media of each segment, in the order of their placeholders.
 
         Raises:
-            BadMedia: an image is damaged or changed.
+            BadMedia: a file is damaged or changed.
         """
+        others: dict[str, torch.Tensor] = {}
         heard = [[ref for ref in group if ref.is_audio] for group in refs]
-        audio = self.audio.inputs(heard) if self.audio is not None and any(heard) else {}
+        if self.audio is not None and any(heard):
+            others |= self.audio.inputs(heard)
+        if self.video is not None and (seen := [ref for ref in chain.from_iterable(refs) if ref.kind == "video"]):
+            others |= self.video.inputs(seen)
         once = cache(decode)  # answers to one prompt have the same images
         groups = [self._images(group, once) for group in refs]
         if not any(groups):
-            return audio
+            return others
         images = groups if self.family.nested else list(chain.from_iterable(groups))
         made, _ = self._own._process_images(images, **{**self._options, "return_tensors": "pt"})
-        return audio | {name: made[name] for name in self.family.inputs if name in made}
+        return others | {name: made[name] for name in self.family.inputs if name in made}
 
     def _images(self, refs: Sequence[MediaRef], decoded: Callable[[MediaRef], Image.Image]) -> list[Image.Image]:
         """The images among the media of a segment, scaled to the bounds."""
-        pairs = [(decoded(ref), self.settings.fitted(ref.width, ref.height)) for ref in refs if not ref.is_audio]
+        pairs = [(decoded(ref), self.settings.fitted(ref.width, ref.height)) for ref in refs if ref.kind == "image"]
         return [image if image.size == size else image.resize(size) for image, size in pairs]
 
-    def image_tokens(self, ids: torch.Tensor) -> torch.Tensor:
-        """bool, of the shape of ``ids``: True for image tokens."""
-        return ids == self._own.image_token_id
+    def media_tokens(self, ids: torch.Tensor) -> torch.Tensor:
+        """int64, of the shape of ``ids``: 1 for image tokens, 2 for video tokens, else 0."""
+        if self.family.token_types:
+            return torch.tensor(self._own.create_mm_token_type_ids(ids.tolist()), dtype=torch.int64)
+        seen = (ids == self._own.image_token_id).long()
+        return seen if self.video is None else seen + 2 * (ids == self._own.video_token_id)
 
     def token_types(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """int64, of the shape of ``ids``: 1 for image tokens; empty where the forward pass takes none."""
-        if not self.family.token_types:
-            return {}
-        values = self._own.create_mm_token_type_ids(ids.tolist())
-        return {self.family.token_types: torch.tensor(values, dtype=torch.int64)}
+        """int64, of the shape of ``ids``: as ``media_tokens``; empty where the forward pass takes none."""
+        return {self.family.token_types: self.media_tokens(ids)} if self.family.token_types else {}
 
 
 def _build(settings: MediaSettings, family: ImageFamily, tokenizer: PreTrainedTokenizerBase) -> Any:

@@ -1,4 +1,4 @@
-"""Prompts of ``logging.sample_prompts`` with their images and sounds."""
+"""Prompts of ``logging.sample_prompts`` with their images, videos and sounds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Content = str | list[dict[str, Any]]
 
 
 def prompt_contents(config: RunConfig) -> list[Content]:
-    """The content of each prompt's message; each of its ``<image>`` and ``<audio>`` takes the next file.
+    """The content of each prompt's message; each of its markers takes the next file.
 
     Without files, markers are text.
 
@@ -29,7 +29,7 @@ def prompt_contents(config: RunConfig) -> list[Content]:
         return list(prompts)
     markers = sum(len(re.findall("|".join(MARKERS), prompt)) for prompt in prompts)
     if markers != len(files):
-        what = f"{markers} markers (<image>, <audio>) in logging.sample_prompts for {len(files)} files"
+        what = f"{markers} markers ({', '.join(MARKERS)}) in logging.sample_prompts for {len(files)} files"
         raise DataError(what, where=WHERE, remedy="name one file for each marker", code="data.image_count")
     waiting = iter(files)
     return [_content(prompt, waiting, config.data.media) for prompt in prompts]

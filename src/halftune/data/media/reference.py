@@ -1,4 +1,4 @@
-"""References to images and sounds: a file or its bytes, and the size from the header. The feed decodes them."""
+"""References to images, videos and sounds: a file or its bytes, and its size. The feed decodes them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import Any
 from PIL import Image, ImageOps
 
 from halftune.core.files import read_limited
+from halftune.data.media.frames import NotVideo, examine
 from halftune.data.media.sound import NotSound, header
 from halftune.data.store import TokenStore
 
@@ -27,21 +28,23 @@ _LARGEST = 1 << 28  # bytes of a file
 
 
 class BadMedia(Exception):
-    """An image or a sound that cannot be used; ``args[0]`` says why."""
+    """An image, a video or a sound that cannot be used; ``args[0]`` says why."""
 
 
 @dataclass(frozen=True)
 class MediaRef:
-    """An image or a sound of a segment.
+    """An image, a video or a sound of a segment.
 
     Attributes:
-        width, height: of an image in pixels, from the header, after the rotation that EXIF asks for; else 0.
-        digest: of the encoded image or sound.
+        width, height: of an image or a frame in pixels, after the rotation that the file asks for; else 0.
+        digest: of the encoded image, video or sound.
         path: absolute path of the file; empty for an image in the row itself.
         content: the encoded image of a row that holds it; else empty.
         changed: time of the file's last change, in ns.
-        frames, rate: of a sound samples of each channel, and per second, from the header; else 0.
+        frames: of a sound samples of each channel, of a video pictures; else 0.
+        rate: of a sound samples per second, from the header; else 0.
         size: of the file in bytes.
+        fps: of a video pictures per second; else 0.
     """
 
     width: int
@@ -53,16 +56,22 @@ class MediaRef:
     frames: int = 0
     rate: int = 0
     size: int = 0
+    fps: float = 0.0
 
     @property
     def kind(self) -> str:
-        """``image`` or ``audio``."""
-        return "audio" if self.rate else "image"
+        """``image``, ``video`` or ``audio``."""
+        return "video" if self.fps else "audio" if self.rate else "image"
 
     @property
     def is_audio(self) -> bool:
         """Whether it is a sound."""
-        return self.rate > 0
+        return self.kind == "audio"
+
+    @property
+    def seconds(self) -> float:
+        """Length of a sound or a video; 0 for an image."""
+        return self.frames / (self.fps or self.rate or 1)
 
     def is_unchanged(self) -> bool:
         """Whether the file still has its time and size, or else its content; true for an image in the row."""
@@ -95,17 +104,17 @@ def media_same(store: TokenStore) -> bool:
 
 
 def refer(value: Any, folder: Path | None, kind: str = "image") -> MediaRef:
-    """The reference of a row's image or sound; reads its header.
+    """The reference of a row's image, video or sound; reads its header, and counts a video's frames.
 
     Args:
         value: a path, a data URL, bytes, or a mapping with one of ``bytes``, ``path``, ``url``.
         folder: paths are relative to it and may not leave it; None: paths are refused.
-        kind: ``image`` or ``audio``.
+        kind: ``image``, ``video`` or ``audio``.
 
     Raises:
-        BadMedia: not found, outside the folder, not an image or a sound, empty or too large.
+        BadMedia: not found, outside the folder, not of this kind, empty or too large.
     """
-    given, _reference = _given(value), _sound if kind == "audio" else _image
+    given, _reference = _given(value), {"audio": _sound, "video": _video}.get(kind, _image)
     if isinstance(given, bytes):
         return _reference(given, content=given)
     if given.startswith("data:"):
@@ -122,7 +131,7 @@ def _given(value: Any) -> bytes | str:
     if isinstance(value, Mapping):
         if isinstance(value.get("data"), str):  # of an input_audio part
             return _of_url(f"data:;base64,{value['data']}")
-        keys = ("bytes", "path", "url", "image", "image_url", "audio", "audio_url")
+        keys = ("bytes", "path", "url", "image", "image_url", "video", "video_url", "audio", "audio_url")
         value = next((value[key] for key in keys if value.get(key) is not None), None)
         return _given(value)
     if isinstance(value, bytes) and value:
@@ -173,6 +182,15 @@ def _sound(encoded: bytes, *, path: str = "", content: bytes = b"", changed: int
     return MediaRef(0, 0, _digest(encoded), path, content, changed, frames, rate, len(encoded))
 
 
+def _video(encoded: bytes, *, path: str = "", content: bytes = b"", changed: int = 0) -> MediaRef:
+    try:
+        found = examine(encoded)
+    except NotVideo as error:
+        raise BadMedia(f"{path or 'the video in the row'}: {error}") from error
+    size = (found.width, found.height, _digest(encoded), path, content, changed, found.frames)
+    return MediaRef(*size, size=len(encoded), fps=found.fps)
+
+
 def _image(encoded: bytes, *, path: str = "", content: bytes = b"", changed: int = 0) -> MediaRef:
     with _opened(encoded, path) as image:
         width, height = image.size
@@ -209,7 +227,7 @@ def _opened(encoded: bytes, path: str) -> Iterator[Image.Image]:
 
 
 def read_content(ref: MediaRef) -> bytes:
-    """The encoded image or sound.
+    """The encoded image, video or sound.
 
     Raises:
         BadMedia: it cannot be read, or changed since it was tokenised.

@@ -1,4 +1,4 @@
-"""Finds the images and sounds of a row: content parts, and columns with ``<image>`` or ``<audio>`` in the texts.
+"""Finds the media of a row: content parts, and columns with ``<image>``, ``<video>`` or ``<audio>`` in the texts.
 
 Each becomes a character of ``MEDIA`` in its text, until the chat template writes the model's own placeholder.
 """
@@ -10,16 +10,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from halftune.config.facts.media import DATA_KEYS
 from halftune.data.formats.conversation import Conversation, Preference, Prompt, Rated, Record, RowDropped, RowError
 from halftune.data.formats.detect import Reading
 from halftune.data.templates.control_tokens import MEDIA, texts_of
 
 CHARACTERS = {kind: character for character, kind in MEDIA.items()}
-MARKERS = {"<image>": "image", "<audio>": "audio"}
-_COLUMNS = {"images": "image", "image": "image", "audios": "audio", "audio": "audio"}
-_PARTS = {"image": "image", "image_url": "image", "audio": "audio", "input_audio": "audio", "audio_url": "audio"}
-_VALUES = ("image", "image_url", "audio", "audio_url", "path", "url", "bytes", "base64")
-_OTHERS, _OTHER_PARTS = ("videos", "video"), ("video", "video_url")
+MARKERS = {"<image>": "image", "<video>": "video", "<audio>": "audio"}
+_COLUMNS = {
+    "images": "image", "image": "image", "videos": "video", "video": "video", "audios": "audio", "audio": "audio"
+}  # fmt: skip
+_PARTS = {
+    "image": "image", "image_url": "image", "video": "video", "video_url": "video",
+    "audio": "audio", "input_audio": "audio", "audio_url": "audio",
+}  # fmt: skip
+_VALUES = ("image", "image_url", "video", "video_url", "audio", "audio_url", "path", "url", "bytes", "base64")
 _FREE = ("tools", "system")  # texts of a row that hold no media
 # While a format reads a row: a character of MEDIA, the number of a part's value or nothing for a marker, and an end.
 _END = "\U000fe00f"
@@ -35,10 +40,10 @@ def read_row(reading: Reading, row: Mapping[str, Any], kinds: tuple[str, ...]) -
     Args:
         reading: the row's format.
         row: the row.
-        kinds: what is trained: ``image``, ``audio``.
+        kinds: what is trained: ``image``, ``video``, ``audio``.
 
     Raises:
-        RowError: as many markers as images and sounds are expected, and none in an answer; or others are there.
+        RowError: not one marker for each image, video and sound, one in an answer, or of another kind.
         RowDropped: as the format does.
     """
     _check_columns(row, kinds)
@@ -70,8 +75,8 @@ def read_row(reading: Reading, row: Mapping[str, Any], kinds: tuple[str, ...]) -
 
 
 def _check_columns(row: Mapping[str, Any], kinds: tuple[str, ...]) -> None:
-    for name in (*_OTHERS, *_COLUMNS):
-        if row.get(name) and _COLUMNS.get(name) not in kinds:
+    for name, kind in _COLUMNS.items():
+        if row.get(name) and kind not in kinds:
             raise _unsupported(name, kinds)
 
 
@@ -103,11 +108,11 @@ def _with_media(
 
 
 def _misplaced() -> RowError:
-    return RowError("an image or a sound stands in an answer, or outside the messages", code="data.image_count")
+    return RowError("media stand in an answer, or outside the messages", code="data.image_count")
 
 
 def _unsupported(name: str, kinds: tuple[str, ...]) -> RowError:
-    known = " and ".join(("text", *(f"data.{'images' if kind == 'image' else kind}" for kind in kinds)))
+    known = " and ".join(("text", *(DATA_KEYS[kind] for kind in kinds)))
     return RowError(f"row with {name}: this run trains {known}", code="data.media_unsupported")
 
 
@@ -124,7 +129,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _without_media(value: Any, found: Found, marked: frozenset[str], kinds: tuple[str, ...]) -> Any:
-    """A copy with a place for each image and sound; ``found`` gets kinds and values of parts, equal ones once."""
+    """A copy with a place for each medium; ``found`` gets kinds and values of parts, equal ones once."""
     if isinstance(value, str):
         return _without_markers(value, marked)
     if isinstance(value, list | tuple):
@@ -132,7 +137,7 @@ def _without_media(value: Any, found: Found, marked: frozenset[str], kinds: tupl
     if not isinstance(value, Mapping):
         return value
     part = value.get("type")
-    if part in _OTHER_PARTS or part in _PARTS:
+    if part in _PARTS:
         medium = _medium(value, str(part), kinds)
         if medium[1] is not None and medium not in found:
             found.append(medium)
@@ -143,7 +148,7 @@ def _without_media(value: Any, found: Found, marked: frozenset[str], kinds: tupl
 
 def _medium(value: Mapping[str, Any], part: str, kinds: tuple[str, ...]) -> tuple[str, Any]:
     """Kind and value of a content part; the value of a marker is None."""
-    kind = _PARTS.get(part, "")
+    kind = _PARTS[part]
     if kind not in kinds:
         raise _unsupported(f"{part} parts", kinds)
     return kind, next((value[name] for name in (part, *_VALUES) if value.get(name) is not None), None)

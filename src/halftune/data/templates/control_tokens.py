@@ -19,7 +19,8 @@ FIRST_ALIAS = 0xF5000  # above what icon fonts use
 BREAK = "\U000ff000"
 IMAGE = "\U000fe000"  # an image in a text, until the chat template writes the model's placeholder
 AUDIO = "\U000fe001"  # the same for a sound
-MEDIA = {IMAGE: "image", AUDIO: "audio"}
+VIDEO = "\U000fe002"  # for a video
+MEDIA = {IMAGE: "image", AUDIO: "audio", VIDEO: "video"}
 OPEN, CLOSE = "\U000ff001", "\U000ff002"  # start and end of a `{% generation %}` block
 # Words in the names of added tokens that are content rather than turn delimiters.
 _CONTENT = re.compile("think|reason|thought|tool|call|function", re.IGNORECASE)

@@ -43,7 +43,7 @@ from halftune.model.files.architectures import no_progress_bars, own_architectur
 
 log = get_logger(__name__)
 
-FORMAT_VERSION = 5  # increase when the same name yields different files
+FORMAT_VERSION = 6  # increase when the same name yields different files
 SEED = 20240607
 _compared: set[Path] = set()  # folders whose checksums this process has verified
 CORPUS_BYTES = 1_500_000
@@ -139,12 +139,13 @@ def _add_media(folder: Path, raw: Mapping[str, Any]) -> None:
     tokens: dict[str, str] = {}
     text = written = "{{- part.text -}}"
     processor = {"processor_class": (AUDIO_FAMILIES | IMAGE_FAMILIES)[raw["model_type"]].processor}
-    for section, (kind, names, extractor) in _TOWERS.items():
+    for section, (kinds, names, extractor) in _TOWERS.items():
         if section in raw:
             tokens |= names
-            first, last, placeholder = list(names.values())[:3]
-            medium = f'{{%- if part.type == "{kind}" -%}}{{{{- "{first}{placeholder}{last}" -}}}}'
-            written = f"{medium}{{%- else -%}}{written}{{%- endif -%}}"
+            first, last = list(names.values())[:2]
+            for kind in kinds:
+                medium = f'{{%- if part.type == "{kind}" -%}}{{{{- "{first}{names[f"{kind}_token"]}{last}" -}}}}'
+                written = f"{medium}{{%- else -%}}{written}{{%- endif -%}}"
             processor |= extractor(raw[section])
     tokenizer = Qwen2Tokenizer.from_pretrained(folder, extra_special_tokens=tokens)
     tokenizer.add_special_tokens({"additional_special_tokens": [START_TOKEN]})  # pyright: ignore
@@ -178,10 +179,10 @@ def _sounds(tower: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-# The kind of content part, the added tokens and the extractor's settings of each tower's section in config.json.
-_TOWERS: dict[str, tuple[str, dict[str, str], Callable[[Mapping[str, int]], dict[str, Any]]]] = {
-    "vision_config": ("image", IMAGE_TOKENS, _images),
-    "audio_config": ("audio", AUDIO_TOKENS, _sounds),
+# The kinds of content parts, the added tokens and the extractor's settings of each tower's section in config.json.
+_TOWERS: dict[str, tuple[tuple[str, ...], dict[str, str], Callable[[Mapping[str, int]], dict[str, Any]]]] = {
+    "vision_config": (("image", "video"), IMAGE_TOKENS, _images),
+    "audio_config": (("audio",), AUDIO_TOKENS, _sounds),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from halftune.config.facts.media import AUDIO_FAMILIES, IMAGE_FAMILIES
+from halftune.config.facts.media import AUDIO_FAMILIES, IMAGE_FAMILIES, VIDEO_FAMILIES
 from halftune.config.facts.model import ModelFacts
 from halftune.config.run import RunConfig
 from halftune.config.sections.data import PackingSection
@@ -20,6 +20,7 @@ _METHODS = ("sft", "dpo", "simpo", "orpo", "cpo", "kto")
 def _check_family(config: RunConfig, facts: ModelFacts) -> None:
     for key, asked, table in (
         ("images", config.data.images, IMAGE_FAMILIES),
+        ("videos", config.data.videos, VIDEO_FAMILIES),
         ("audio", config.data.audio, AUDIO_FAMILIES),
     ):
         if not asked or (facts.multimodal and facts.model_type in table):
@@ -29,6 +30,10 @@ def _check_family(config: RunConfig, facts: ModelFacts) -> None:
             what = "model.parts: text loads the model without its towers"
         remedy = f"set data.{key}: false, or use model.parts: all with one of {', '.join(table)}"
         raise PlanError(what, where=f"data.{key}", remedy=remedy, code="plan.images_unsupported")
+    if config.data.images and config.data.videos and VIDEO_FAMILIES[facts.model_type].shared:
+        what = f"{facts.model_type} has the same token for images and videos"
+        remedy = "set data.images: false or data.videos: false"
+        raise PlanError(what, where="data.videos", remedy=remedy, code="plan.images_unsupported")
 
 
 def with_media(request: Request) -> Request:
@@ -40,15 +45,15 @@ def with_media(request: Request) -> Request:
     config, facts = request.config, request.facts
     _check_family(config, facts)
     if config.method.type not in _METHODS:
-        where = "data.images" if config.data.images else "data.audio"
-        what = f"method: {config.method.type} trains no images or audio"
+        where = next(f"data.{key}" for key in ("images", "videos", "audio") if getattr(config.data, key))
+        what = f"method: {config.method.type} trains no images, videos or audio"
         remedy = f"use one of {', '.join(_METHODS)}, or set {where}: false"
         raise PlanError(what, where=where, remedy=remedy, code="plan.images_unsupported")
     packing = _packing(config, facts)
     asked, train = config.distributed.strategy, config.model.train
     trained = {train.vision, train.audio, train.projector} != {"frozen"}
     if asked not in ("auto", "ddp", *(() if trained else ("fsdp2",))):
-        what = f"strategy: {asked} is not supported with {'trained towers' if trained else 'images or audio'}"
+        what = f"strategy: {asked} is not supported with {'trained towers' if trained else 'images, videos or audio'}"
         remedy = "set distributed.strategy: ddp"
         raise PlanError(what, where="distributed.strategy", remedy=remedy, code="plan.images_unsupported")
     attention = config.attention
@@ -73,7 +78,10 @@ def _packing(config: RunConfig, facts: ModelFacts) -> PackingSection:
     """
     packing = config.data.packing
     if packing.split:
-        what, remedy = "rows with images or audio cannot be cut to fill packed rows", "set data.packing.split: false"
+        what, remedy = (
+            "rows with images, videos or audio cannot be cut to fill packed rows",
+            "set data.packing.split: false",
+        )
         raise PlanError(what, where="data.packing.split", remedy=remedy, code="plan.images_unsupported")
     if not _two_way(facts):
         return packing
@@ -92,4 +100,4 @@ def _two_way(facts: ModelFacts) -> bool:
 def towers_used(facts: ModelFacts) -> Choice[str]:
     """The towers of a run with images."""
     count = f"; {facts.tower_parameters:,} parameters" if facts.tower_parameters else ""
-    return Choice(USED, f"they encode images and audio; frozen parts are saved unchanged{count}")
+    return Choice(USED, f"they encode images, videos and audio; frozen parts are saved unchanged{count}")

@@ -94,7 +94,11 @@ def _refuse_problems(config: RunConfig, facts: ModelFacts) -> None:
 def _problems(config: RunConfig, facts: ModelFacts) -> Iterator[tuple[str, str, str]]:
     """Key, problem and remedy of all that cannot be trained."""
     chosen, parts, adapter = modes(config), tower_parts(facts), config.adapter
-    fed = {"vision": config.data.images, "audio": config.data.audio, "projector": config.data.media}
+    fed = {
+        "vision": config.data.images or config.data.videos,
+        "audio": config.data.audio,
+        "projector": config.data.media,
+    }
     keys = {"vision": "data.images", "audio": "data.audio", "projector": "data.images"}
     for part in TOWERS:
         where, mode = f"model.train.{part}", chosen[part]
@@ -191,7 +195,7 @@ def _named(found: Adapted, chosen: Mapping[str, str]) -> Adapted:
 def plan_parts(
     config: RunConfig, facts: ModelFacts, precision: PrecisionPlan, attention: AttentionPlan
 ) -> tuple[PartPlan, ...]:
-    """A row for each part of a run on images or audio; empty for other runs."""
+    """A row for each part of a run on images, videos or audio; empty for other runs."""
     if not config.data.media:
         return ()
     chosen, parts = modes(config), tower_parts(facts)

@@ -32,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--image", metavar="FILE", action="append", default=[], help="an image of --prompt; may be repeated"
     )
     parser.add_argument(
+        "--video", metavar="FILE", action="append", default=[], help="a video of --prompt; may be repeated"
+    )
+    parser.add_argument(
         "--audio", metavar="FILE", action="append", default=[], help="a sound of --prompt; may be repeated"
     )
     parser.add_argument(
@@ -59,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
     session = open_session(finished)
     session.system, session.tuned = args.system, not args.base
-    for kind, paths in (("image", args.image), ("audio", args.audio)):
+    for kind, paths in (("image", args.image), ("video", args.video), ("audio", args.audio)):
         for path in paths:
             session.attach(path, kind)
     if text is not None:

@@ -42,7 +42,7 @@ def builtin_fingerprint(name: str) -> str:
     """Return a key of a builtin set's content, without generating the content."""
     if name.startswith("python-"):
         return hashlib.sha256(QUESTIONS.read_bytes()).hexdigest() + ("" if name == "python-docs" else f" {name}")
-    if (code := Path(__file__).parent / f"{name.removesuffix('-test')}.py").is_file():  # patterns, tones
+    if (code := Path(__file__).parent / f"{name.removesuffix('-test')}.py").is_file():  # patterns, motions, tones
         return hashlib.sha256(code.read_bytes()).hexdigest() + f" {name}"
     if name.startswith("number-formats"):
         return hashlib.sha256(json.dumps(ROWS[name]()).encode()).hexdigest()
@@ -150,6 +150,8 @@ ROWS: dict[str, Callable[[], Sequence[dict[str, Any]]]] = {
     "python-rated": _python_rated,
     "patterns": partial(_made, "patterns", 960, 0),
     "patterns-test": partial(_made, "patterns", 96, 1),
+    "motions": partial(_made, "motions", 960, 0),
+    "motions-test": partial(_made, "motions", 120, 1),
     "tones": partial(_made, "tones", 1080, 0),
     "tones-test": partial(_made, "tones", 108, 1),
     "number-formats": partial(_number_formats, "training"),
