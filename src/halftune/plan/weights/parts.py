@@ -297,7 +297,8 @@ def choose_features(
         "switched off (data.cache_features)": asked is False,
     }
     if asked == "auto":
-        once = training.max_steps is None and training.num_train_epochs <= 1
+        # answers to one prompt are segments of their own
+        once = training.max_steps is None and training.num_train_epochs <= 1 and config.method.segments == 1
         against |= {"data.cache is off": not config.data.cache, "each image is seen once": once}
     if reason := next(filter(against.get, against), ""):
         return Choice(False, reason)
