@@ -224,6 +224,7 @@ def generate_answers(
     device: torch.device | None = None,
     processors: Sequence[LogitsProcessor] | None = None,
     synced: bool = False,
+    inputs: Callable[[torch.Tensor], Mapping[str, torch.Tensor]] | None = None,
 ) -> list[np.ndarray]:
     """Generate one answer to each prompt, all at once: int32, with the token that ends it.
 
@@ -236,6 +237,7 @@ def generate_answers(
         device: that the model computes on; default the model's.
         processors: of logits; the likeliest token is taken. Default: logits that are not finite are refused.
         synced: weights are sharded: a process that is done computes on until all are.
+        inputs: makes further arguments of the forward pass, as pixels, from the padded token ids int64 ``[N, T]``.
 
     Raises:
         ModelError: the logits are not finite.
@@ -249,10 +251,12 @@ def generate_answers(
     settings = GenerationConfig(
         max_new_tokens=most, do_sample=False, eos_token_id=list(ends) or None, pad_token_id=pad, use_cache=True
     )
+    more = {} if inputs is None else {name: one.to(device) for name, one in inputs(ids).items()}
     with decoding(causal, settings), torch.no_grad():
         made = causal.generate(
             ids.to(device),
             attention_mask=mask.to(device),
+            **more,
             generation_config=settings,
             logits_processor=LogitsProcessorList([Finite()] if processors is None else processors),
             synced_gpus=synced,

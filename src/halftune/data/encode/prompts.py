@@ -11,9 +11,9 @@ import numpy as np
 from halftune.data.encode.offset_tokenizer import Encoded
 from halftune.data.encode.tokenize import Outcome, RowTokenizer
 from halftune.data.formats.conversation import TOO_LONG, Conversation, Prompt, Record, RowDropped
-from halftune.data.formats.fields import with_nulls
+from halftune.data.formats.fields import MEDIA_COLUMNS, with_nulls
 from halftune.data.store import Example, Segment
-from halftune.data.templates.control_tokens import texts_of
+from halftune.data.templates.control_tokens import MEDIA, texts_of
 from halftune.data.templates.loss_mask import NEUTRALISED, Rendering, lost_in_prompt
 from halftune.data.templates.omitted_text import LOSSES
 from halftune.data.templates.render import ChatTemplate
@@ -34,8 +34,9 @@ def as_prompt(made: Record) -> tuple[Conversation, str | None]:
         first -= 1
     if not first or made.messages[first - 1]["role"] == "system":
         raise RowDropped("there is no prompt before the answer")
-    answer = str(made.messages[last]["content"])
-    return replace(made, messages=made.messages[:first], train=made.train[:first]), answer
+    answer, kept = str(made.messages[last]["content"]), made.messages[:first]
+    media = sum(str(one["content"]).count(character) for one in kept for character in MEDIA)
+    return replace(made, messages=kept, train=made.train[:first], media=made.media[:media]), answer
 
 
 def render_prompt(template: ChatTemplate, made: Conversation) -> Rendering:
@@ -63,12 +64,14 @@ class PromptTokenizer(RowTokenizer):
 
     def _render(self, row: Mapping[str, Any], outcome: Outcome) -> tuple[Rendering, ...]:
         assert self._template is not None
-        asked, answer = as_prompt(self._reading.format.read(with_nulls(self._reading.rename(row))))
-        found = render_prompt(self._template, self._with_system(asked))
+        renamed = with_nulls(self._reading.rename(row))
+        asked, answer = as_prompt(self._read(renamed))
+        found = self._with_media(render_prompt(self._template, self._with_system(asked)), asked)
         if self._settings.on_lost_text == "drop" and (lost := [one for one in found.notes if one in LOSSES]):
             raise RowDropped(lost[0])
         # rewards read the row's answer as its column ``answer``, if it has no such column
-        outcome.row = row if answer is None or "answer" in row else {**row, "answer": answer}
+        kept = {name: value for name, value in row.items() if self._images is None or name not in MEDIA_COLUMNS}
+        outcome.row = kept if answer is None or "answer" in row else {**kept, "answer": answer}
         return (found,)
 
     def _finish(self, index: int, renderings: Sequence[Rendering], tokens: Sequence[Encoded], outcome: Outcome) -> None:
@@ -79,4 +82,4 @@ class PromptTokenizer(RowTokenizer):
             return
         outcome.notes = rendering.notes
         unlabelled = np.zeros(len(encoded.ids), dtype=bool)
-        outcome.examples = [Example((Segment(encoded.ids, unlabelled),), row=outcome.row)]
+        outcome.examples = [Example((Segment(encoded.ids, unlabelled, rendering.media),), row=outcome.row)]

@@ -140,13 +140,19 @@ class RowTokenizer:
         renamed = self._reading.rename(row)
         if missing := holds_missing(renamed):
             renamed = with_nulls(renamed)
-        made = self._reading.format.read(renamed) if self._images is None else self._images.read(self._reading, renamed)
+        made = self._read(renamed)
         if isinstance(made, Preference) and self._settings.margins:
             outcome.columns = {"margin": made.margin}
         elif isinstance(made, Rated):
             outcome.columns = {"label": float(made.good)}
         found = self._segments(made)
         return tuple(one._replace(notes=(*one.notes, NOT_FINITE)) for one in found) if missing else found
+
+    def _read(self, renamed: Mapping[str, Any]) -> Record:
+        return self._reading.format.read(renamed) if self._images is None else self._images.read(self._reading, renamed)
+
+    def _with_media(self, found: Rendering, made: Conversation) -> Rendering:
+        return self._images.expand(found, made.media) if made.media and self._images is not None else found
 
     def _segments(self, made: Record) -> tuple[Rendering, ...]:
         if isinstance(made, str):
@@ -179,7 +185,7 @@ class RowTokenizer:
         found = render_turns(self._template, self._with_system(made), self._settings.train_on, self._ends)
         if self._settings.on_lost_text == "drop" and (lost := [one for one in found.notes if one in LOSSES]):
             raise RowDropped(lost[0])
-        return self._images.expand(found, made.media) if made.media and self._images is not None else found
+        return self._with_media(found, made)
 
     def for_template(self, made: Conversation) -> Conversation:
         """A conversation as the chat template takes it: with the recipe's system message, and ids of tool calls.

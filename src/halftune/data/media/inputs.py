@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from halftune.core.errors import DataError
 from halftune.data.batch import Batch
 from halftune.data.media.processor import MediaProcessor
-from halftune.data.media.reference import BadMedia, unpack
+from halftune.data.media.reference import BadMedia, MediaRef, unpack
 from halftune.data.store import Segment
 
 
@@ -28,16 +29,38 @@ def add_media(batch: Batch, segments: Sequence[Segment], images: MediaProcessor,
         DataError: a file is damaged, or changed since it was tokenised.
     """
     tokens = {**batch.tokens, **images.token_types(batch.tokens["input_ids"])}
-    refs = [unpack(one.media) if one.media else () for one in segments]
-    try:
-        extras = images.inputs(refs) if any(refs) else {}
-    except BadMedia as error:
-        remedy = "correct or remove the row, or start the run again if the file is right"
-        raise DataError(str(error), where=where, remedy=remedy, code="data.bad_media") from error
+    extras = _inputs(images.inputs, [one.media for one in segments], where)
     if images.family.mrope and "seq_idx" in tokens:
         kinds = images.media_tokens(batch.tokens["input_ids"])
         tokens["position_ids"] = media_positions(batch, kinds, _grids(extras, images), images.merge)
     return replace(batch, tokens=tokens, extras={**batch.extras, **extras}, of_media=True)
+
+
+def prompt_inputs(images: MediaProcessor, media: Sequence[bytes], where: str, ids: Tensor) -> dict[str, Tensor]:
+    """What ``generate`` takes besides the token ids of prompts.
+
+    Args:
+        images: makes the inputs; pixels also where it keeps features, which ``generate`` does not take.
+        media: references of each prompt, as of ``Segment.media``.
+        where: the rows, for the error.
+        ids: int64 ``[N, T]``, padded.
+
+    Raises:
+        DataError: as ``add_media``.
+    """
+    pixels = partial(MediaProcessor.inputs, images)
+    return {**images.token_types(ids), **_inputs(pixels, media, where)}
+
+
+def _inputs(
+    make: Callable[[list[tuple[MediaRef, ...]]], dict[str, Tensor]], media: Sequence[bytes], where: str
+) -> dict[str, Tensor]:
+    refs = [unpack(one) if one else () for one in media]
+    try:
+        return make(refs) if any(refs) else {}
+    except BadMedia as error:
+        remedy = "correct or remove the row, or start the run again if the file is right"
+        raise DataError(str(error), where=where, remedy=remedy, code="data.bad_media") from error
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ from halftune.config.facts.media import AUDIO_FAMILIES, IMAGE_FAMILIES, VIDEO_FA
 from halftune.config.facts.model import ModelFacts
 from halftune.config.run import RunConfig
 from halftune.config.sections.data import PackingSection
+from halftune.config.sections.method import GrpoMethod
 from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
 from halftune.plan.request import Request
 
 USED = "used"
 # of `method`: rows of these become segments with their media
-_METHODS = ("sft", "dpo", "simpo", "orpo", "cpo", "kto")
+_METHODS = ("sft", "dpo", "simpo", "orpo", "cpo", "kto", "grpo")
 
 
 def _check_family(config: RunConfig, facts: ModelFacts) -> None:
@@ -49,6 +50,8 @@ def with_media(request: Request) -> Request:
         what = f"method: {config.method.type} trains no images, videos or audio"
         remedy = f"use one of {', '.join(_METHODS)}, or set {where}: false"
         raise PlanError(what, where=where, remedy=remedy, code="plan.images_unsupported")
+    if isinstance(config.method, GrpoMethod):
+        _check_rollouts(config, config.method)
     packing = _packing(config, facts)
     asked, train = config.distributed.strategy, config.model.train
     trained = {train.vision, train.audio, train.projector} != {"frozen"}
@@ -65,9 +68,22 @@ def with_media(request: Request) -> Request:
         attention = attention.model_copy(update={"backend": "sdpa"})
     data = config.data.model_copy(update={"packing": packing})
     changes = {"data": data, "attention": attention}
-    if trained:
+    if trained or isinstance(config.method, GrpoMethod):
         changes["distributed"] = config.distributed.model_copy(update={"strategy": "ddp"})
     return replace(request, config=config.model_copy(update=changes))
+
+
+def _check_rollouts(config: RunConfig, method: GrpoMethod) -> None:
+    """Refuse samplers that see no images."""
+    reasons = {}
+    if method.server is not None:
+        reasons["method.server"] = "the prompts of a vLLM server are token ids"
+    if config.distributed.strategy == "fsdp2":
+        reasons["distributed.strategy"] = "towers run before the forward pass that gathers sharded weights"
+    for where, why in reasons.items():
+        what = f"answers to prompts with images or audio are not sampled with it: {why}"
+        remedy = "remove it, or set data.images: false and data.audio: false"
+        raise PlanError(what, where=where, remedy=remedy, code="plan.images_unsupported")
 
 
 def _packing(config: RunConfig, facts: ModelFacts) -> PackingSection:

@@ -303,7 +303,8 @@ def choose_features(
         "features of these media are computed anew": not kept_kinds(facts.model_type, config.data.media),
     }
     if asked == "auto":
-        once = training.max_steps is None and training.num_train_epochs <= 1
+        # answers to one prompt are segments of their own
+        once = training.max_steps is None and training.num_train_epochs <= 1 and config.method.segments == 1
         against |= {"data.cache is off": not config.data.cache, "media are used once": once}
     if reason := next(filter(against.get, against), ""):
         return Choice(False, reason)

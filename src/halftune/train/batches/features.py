@@ -115,7 +115,7 @@ def with_features(feed: Feed, model: nn.Module, plan: Plan, data: PreparedData, 
     """
     sure, processor = feed.config.data.cache_features is True, feed.images
     assert processor is not None
-    if not sure and feed.total_steps() <= feed.steps_in(0):
+    if not sure and feed.total_steps() <= feed.steps_in(0) and feed.config.method.segments == 1:
         log.info("features are not kept: each image and sound is used once")
         return feed
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model

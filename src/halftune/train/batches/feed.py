@@ -272,8 +272,8 @@ class Feed:
         columns = {name: torch.tensor([one.columns[name] for one in examples]) for name in examples[0].columns}
         samples = [span.sample for span in spans]
         made = self.batch_of(examples, weights, columns, samples, packed=self.packing)
-        if self.images is not None:
-            made = self._with_images(made, samples, examples, self.images)
+        if not self.config.method.generates:  # the model is asked for answers to prompts, and fed with those
+            made = self.with_media(made, samples, examples)
         return without_labels(made) if blank else made
 
     def batch_of(
@@ -307,18 +307,18 @@ class Feed:
             examples=tuple(samples),
         )
 
-    def _with_images(
-        self, made: Batch, samples: Sequence[int], examples: Sequence[Example], images: MediaProcessor
-    ) -> Batch:
-        """The batch with the images of its segments, in the order of their placeholders.
+    def with_media(self, made: Batch, samples: Sequence[int], examples: Sequence[Example]) -> Batch:
+        """The batch with the media of its segments, in the order of their placeholders; itself in a run on text.
 
         Raises:
             DataError: an image is damaged, or changed since it was tokenised; names the rows.
         """
+        if self.images is None:
+            return made
         from halftune.data.media.inputs import add_media  # few runs have images
 
         segments = [one for example in examples for one in example.segments]
-        return add_media(made, segments, images, self.split.where(samples))
+        return add_media(made, segments, self.images, self.split.where(samples))
 
     def where(self, batches: Sequence[Batch]) -> str:
         """The rows of the data that micro-batches were made of, as a clause; empty where they hold none."""

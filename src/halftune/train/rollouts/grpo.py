@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from halftune.methods.grpo import ADVANTAGES, DROPPED, SERVED, Grpo, advantages,
 from halftune.model.tokenizer.added_tokens import visible_text
 from halftune.train.batches.feed import Feed
 from halftune.train.rewards import Rewards
-from halftune.train.rollouts.sampling import Answer, Sampler
+from halftune.train.rollouts.sampling import Answer, Inputs, Sampler
 from halftune.train.state import TrainState
 
 log = get_logger(__name__)
@@ -32,7 +33,7 @@ class Group:
 
     Attributes:
         index: of the prompt in the split.
-        prompt: token ids, int32.
+        prompt: its tokens and media.
         answers: G answers.
         texts: their texts.
         asked: the prompt's text.
@@ -41,7 +42,7 @@ class Group:
     """
 
     index: int
-    prompt: np.ndarray
+    prompt: Segment
     answers: Sequence[Answer]
     texts: Sequence[str]
     asked: str
@@ -125,7 +126,7 @@ class GrpoRollouts:
         prompts = [feed.split.example(index).segments[0] for index in examples]
         repeated = [one.input_ids for one in prompts for _ in range(number)]
         seeds = [self.sampler.seed(slot, attempt * number + one, feed) for slot in slots for one in range(number)]
-        answers = self.sampler(repeated, seeds)
+        answers = self.sampler(repeated, seeds, self._inputs(prompts, examples, feed))
         if not prompts:
             return []
         # an answer's own row: a reward function may change what it is given
@@ -137,9 +138,18 @@ class GrpoRollouts:
         totals, made = self.rewards.total(found), []
         for place, index in enumerate(examples):
             own = slice(place * number, (place + 1) * number)
-            prompt, words = prompts[place].input_ids, asked[place * number]
-            made.append(Group(index, prompt, answers[own], texts[own], words, found[:, own].T, totals[own]))
+            words = asked[place * number]
+            made.append(Group(index, prompts[place], answers[own], texts[own], words, found[:, own].T, totals[own]))
         return made
+
+    def _inputs(self, prompts: Sequence[Segment], examples: Sequence[int], feed: Feed) -> Inputs | None:
+        """What makes the inputs of the prompts' media, once for each answer; None in a run on text."""
+        if feed.images is None:
+            return None
+        from halftune.data.media.inputs import prompt_inputs  # few runs have images
+
+        media = [one.media for one in prompts for _ in range(self.section.num_generations)]
+        return partial(prompt_inputs, feed.images, media, feed.split.where(examples))
 
     def _measured(self, groups: Sequence[Group], feed: Feed) -> dict[str, torch.Tensor]:
         """Columns of a batch for the metrics; an evaluation measures prompts with a judged answer only."""
@@ -165,11 +175,11 @@ class GrpoRollouts:
         dropped = [bool(section.dynamic_sampling) and not feed.evaluation and one.equal for one in groups]
         examples, known = [], []
         for group, out in zip(groups, dropped, strict=True):
-            segments = []
+            segments, prompt = [], group.prompt.input_ids
             for answer, cut in zip(group.answers, self.sampler.truncated(group.answers), strict=True):
-                labelled = np.arange(len(group.prompt) + len(answer.ids)) >= len(group.prompt)
+                labelled = np.arange(len(prompt) + len(answer.ids)) >= len(prompt)
                 labelled &= not (out or (cut and section.mask_truncated))
-                segments.append(Segment(np.concatenate([group.prompt, answer.ids]), labelled))
+                segments.append(Segment(np.concatenate([prompt, answer.ids]), labelled, group.prompt.media))
                 if labelled.any() and answer.logprobs is not None:
                     known.append(torch.from_numpy(answer.logprobs))
             examples.append(Example(tuple(segments)))
@@ -187,7 +197,9 @@ class GrpoRollouts:
             columns[DROPPED] = torch.tensor(dropped, dtype=torch.float32)
         if section.server is not None:
             columns[SERVED] = torch.cat(known) if known else torch.zeros(0)
-        return feed.batch_of(examples, weights, columns, [one.index for one in groups], packed=feed.batch.packing.value)
+        indices = [one.index for one in groups]
+        made = feed.batch_of(examples, weights, columns, indices, packed=feed.batch.packing.value)
+        return feed.with_media(made, indices, examples)
 
     def _watch(self, groups: Sequence[Group]) -> None:
         """Warn once if the first batches had no group with different rewards."""

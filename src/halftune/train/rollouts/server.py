@@ -26,7 +26,7 @@ from halftune.core.processes import heartbeat
 from halftune.core.processes.time_limit import within
 from halftune.model.result.save import save_final
 from halftune.train.parallel.barrier import barrier
-from halftune.train.rollouts.sampling import Answer, Sampler
+from halftune.train.rollouts.sampling import Answer, Inputs, Sampler
 from halftune.train.state import TrainState
 
 FOLDER = "server"  # in the run folder: the adapter that the server reads
@@ -70,12 +70,15 @@ class ServerSampler(Sampler):
         self.vocabulary = config.get_text_config().vocab_size
         self.name, self.loaded = broadcast_object_list(name)[0] if run.processes > 1 else name[0], ""
 
-    def __call__(self, prompts: Sequence[np.ndarray], seeds: Sequence[int]) -> list[Answer]:
+    def __call__(
+        self, prompts: Sequence[np.ndarray], seeds: Sequence[int], inputs: Inputs | None = None
+    ) -> list[Answer]:
         """See ``Sampler``. All processes call it together; the main one hands over the adapter.
 
         Raises:
             TrainingError: a request fails.
         """
+        assert inputs is None, "the plan refuses media with a server"
         self._hand_over()
         with ThreadPoolExecutor(_REQUESTS) as pool:
             asked = [pool.submit(self._answer, prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
