@@ -48,7 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
 NOT_SMALL = {
     *("aya_vision", "chameleon", "cohere_compass", "deepseek_ocr2", "dots3_note", "emu3", "fast_vlm", "gemma3n"),
     *("granite4_vision", "hunyuan_vl", "inkling_mm_model", "muse_spark", "perception_lm", "qwen4_exp"),
-    *("mistral_large4", "molmo2", "qwen3_omni_moe_thinker"),
+    *("mistral_large4", "molmo2"),
 }
 # More than 190 million weights even so; qwen2_5_vl is one of MODELS.
 LARGE = {

@@ -57,7 +57,6 @@ UNDECIDED = {
     "inkling_mm_model",
     "molmo2",
     "perception_lm",
-    "qwen3_omni_moe_thinker",
     "qwen4_exp",
     "step3p7",
 }

@@ -204,7 +204,9 @@ def test_markers_and_kinds_are_counted(tmp_path: Path) -> None:
         assert error.value.code == code
 
 
-@pytest.mark.parametrize(("name", "value"), [("chunk_length", 10**9), ("hop_length", 0), ("n_fft", "x")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("chunk_length", 10**9), ("hop_length", 0), ("n_fft", "x"), ("min_length", 10**12)]
+)
 @pytest.mark.parametrize("inside", [False, True])
 def test_an_extractor_that_no_sound_needs_is_refused(name: str, value: Any, inside: bool, tmp_path: Path) -> None:
     file = tmp_path / "preprocessor_config.json"

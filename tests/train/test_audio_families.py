@@ -16,6 +16,7 @@ from tiny_audio import KINDS, ROWS, audio_model, heard, rows_of, write_rows
 from transformers import AutoConfig, AutoFeatureExtractor, AutoTokenizer
 
 from halftune.config.facts.media import AUDIO_FAMILIES, part_of
+from halftune.core.errors import DataError
 from halftune.data.media.audio import AudioProcessor
 from halftune.data.media.reference import BadMedia, MediaRef
 from halftune.data.store import NO_LABEL
@@ -258,3 +259,13 @@ def test_what_the_models_processor_does_not_take_is_refused(kind: str, tmp_path:
     if AUDIO_FAMILIES[kind].single:
         with pytest.raises(BadMedia):
             audio.texts([longest, longest])
+
+
+def test_numbers_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
+    """Frames of less than a sample have no rate."""
+    loaded, plan = recipe(tmp_path, "gemma4")
+    file = tmp_path / "model" / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "hop_length_ms": 1e-6}))
+    with pytest.raises(DataError) as error:
+        fed(loaded, plan)
+    assert error.value.code == "model.no_image_processor"

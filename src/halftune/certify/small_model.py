@@ -33,9 +33,10 @@ _SAID: dict[str, dict[str, Any]] = {
     **{key: {"head_dim": 128} for key in ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl", "ministral", "nemotron")},
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2, "first_k_dense_replace": 1},
     "deepseek_v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
+    "qwen3_omni_moe_thinker": {"num_attention_heads": 32, "head_dim": 128},
     "lfm2_moe": {"layer_types": ["full_attention" if n % 4 == 2 else "conv" for n in range(32)]},
 }
-_SAID_OF_WHOLE = {"qwen2_5_omni_thinker": {"vision_start_token_id": 151652}}
+_SAID_OF_WHOLE = {key: {"vision_start_token_id": 151652} for key in ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")}
 
 
 def write_small_checkpoint(

@@ -24,7 +24,10 @@ REFUSED = {
     "voxtral_realtime": "it is fed a stream of audio, not questions with audio",
 }
 # The most that a feature extractor of speech may say: memory grows with each.
-_MOST = {"chunk_length": 3600, "sampling_rate": 400_000, "hop_length": 1 << 16, "n_fft": 1 << 16, "feature_size": 1024}
+_MOST = {
+    "chunk_length": 3600, "sampling_rate": 400_000, "hop_length": 1 << 16, "n_fft": 1 << 16, "feature_size": 1024,
+    "audio_samples_per_token": 1 << 16, "min_length": 1 << 20, "frame_length_ms": 1000, "hop_length_ms": 1000,
+}  # fmt: skip
 Tower = Literal["vision", "audio", "projector"]
 TOWERS: tuple[Tower, ...] = ("vision", "audio", "projector")
 _PROJECTOR = re.compile(

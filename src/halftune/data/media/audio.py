@@ -41,6 +41,7 @@ class AudioProcessor:
         self.token_id: Any = tokenizer.convert_tokens_to_ids(self.token)
         own = family.seconds or _windows(self._own) * float(self._extractor.chunk_length)
         self._seconds = own if max_seconds is None else min(own, max_seconds)
+        self._count(self._extractor.sampling_rate, 0)  # fails here if its numbers do not fit together
 
     def texts(self, refs: Sequence[MediaRef]) -> list[str]:
         """The texts that stand for the sounds of a conversation, in order.
@@ -58,11 +59,14 @@ class AudioProcessor:
         name, seconds = ref.path or "the sound in the row", ref.frames / ref.rate
         if seconds > self._seconds:
             raise BadMedia(f"{name}: {seconds:.1f} s, more than {self._seconds:g}")
-        count = RULES[self._family.rule](self._extractor, length, longest)
+        count = self._count(length, longest)
         if count < 2:  # Qwen2-Audio takes one token alone for an older form of placeholder
             raise BadMedia(f"{name}: {seconds:.3f} s are too short for two tokens")
         bounds = [getattr(self._own, bound) for bound in self._family.bounds]
         return (self.token * count).join(bounds or ("", ""))
+
+    def _count(self, length: int, longest: int) -> int:
+        return RULES[self._family.rule](self._extractor, length, longest)
 
     def inputs(self, groups: Sequence[Sequence[MediaRef]]) -> dict[str, torch.Tensor]:
         """The forward pass's arguments for the sounds of each conversation, in the order of their placeholders.
