@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,18 +11,20 @@ from torch import Tensor
 from halftune.core.errors import DataError
 from halftune.data.batch import Batch
 from halftune.data.media.processor import MediaProcessor
-from halftune.data.media.reference import BadMedia, unpack
+from halftune.data.media.reference import BadMedia, MediaRef, unpack
 from halftune.data.store import Segment
 
 
-def add_media(batch: Batch, segments: Sequence[Segment], images: MediaProcessor, where: str) -> Batch:
+def add_media(
+    batch: Batch, segments: Sequence[Segment], images: MediaProcessor, where: Callable[[Sequence[int]], str]
+) -> Batch:
     """The batch with the images of its segments, decoded, as extras, and with the types of its tokens.
 
     Args:
         batch: of the segments, in order.
         segments: with references of images.
         images: makes the inputs.
-        where: the rows, for the error.
+        where: names the rows of segments, by their indices, for the error.
 
     Raises:
         DataError: an image is damaged, or changed since it was tokenised.
@@ -33,11 +35,20 @@ def add_media(batch: Batch, segments: Sequence[Segment], images: MediaProcessor,
         extras = images.inputs(refs) if any(refs) else {}
     except BadMedia as error:
         remedy = "correct or remove the row, or start the run again if the file is right"
-        raise DataError(str(error), where=where, remedy=remedy, code="data.bad_media") from error
+        bad = [index for index, group in enumerate(refs) if not _usable(group, images)] or range(len(refs))
+        raise DataError(str(error), where=where(bad), remedy=remedy, code="data.bad_media") from error
     if images.family.mrope and "seq_idx" in tokens:
         places = images.image_tokens(batch.tokens["input_ids"])
         tokens["position_ids"] = image_positions(batch, places, extras.get("image_grid_thw"), images.merge)
     return replace(batch, tokens=tokens, extras={**batch.extras, **extras})
+
+
+def _usable(group: Sequence[MediaRef], images: MediaProcessor) -> bool:
+    try:
+        images.inputs([group])
+    except BadMedia:
+        return False
+    return True
 
 
 def image_positions(batch: Batch, image: Tensor, grids: Tensor | None, merge: int) -> Tensor:
