@@ -14,7 +14,7 @@ from halftune.config.facts.media import part_of
 from halftune.config.facts.model import ModelFacts
 
 # Patches that become a token, by model type, where config.json does not say it; 4 for Qwen-VL, GLM-V and their kin.
-_PATCHES = {"gemma3": 16, "gemma4": 9, "llava": 1, "llava_next": 1, "idefics3": 4, "smolvlm": 4}
+_PATCHES = {"llava": 1, "llava_next": 1, "idefics3": 4, "smolvlm": 4}
 _NORMS = 2  # of a layer, whose inputs are kept in fp32 and in the compute dtype
 
 
@@ -22,7 +22,9 @@ def patches_per_token(facts: ModelFacts) -> int:
     """Image patches of the tower that become one token of the language model."""
     raw = facts.raw or {}
     vision = raw.get("vision_config") or {}
-    sides = vision.get("spatial_merge_size") or raw.get("scale_factor")
+    if pooled := raw.get("mm_tokens_per_image"):
+        return max(1, (vision.get("image_size", 1) // vision.get("patch_size", 1)) ** 2 // pooled)
+    sides = vision.get("spatial_merge_size") or vision.get("pooling_kernel_size") or raw.get("scale_factor")
     return int(sides) ** 2 if sides else _PATCHES.get(facts.model_type, 4)
 
 
