@@ -21,7 +21,7 @@ from halftune.config.facts.media import AUDIO_FAMILIES, IMAGE_FAMILIES, Tower, p
 from halftune.config.facts.model import ModelFacts
 from halftune.config.run import RunConfig
 from halftune.config.sections.model import LoraAdapter
-from halftune.hardware.tower_memory import patches_per_token
+from halftune.hardware.tower_memory import patches_per_token, unread_layers
 from halftune.plan.weights.parts import adapter_size, modes
 
 INPUTS = ("pixel_values", "image_grid_thw", "input_features", "feature_attention_mask")
@@ -60,7 +60,9 @@ def tower_flops(facts: ModelFacts, config: RunConfig, fed: Mapping[str, torch.Te
         reaches = False  # gradients for the inputs of a product, which something before it is trained by
         for part in (tower, "projector"):
             weights, mode = _weights(facts, tower, part), chosen[part]
-            for flops, weighted, learns in _products(weights, seen, part, _unread(facts, part)):
+            for flops, weighted, learns in _products(
+                weights, seen, part, unread_layers(facts) if part == "vision" else 0
+            ):
                 total += flops * (1 + learns * ((weighted and mode == "full") + reaches * (1 if weighted else 2)))
                 reaches = reaches or mode != "frozen"
             if mode == "lora" and isinstance(config.adapter, LoraAdapter):
@@ -81,12 +83,6 @@ def _weights(facts: ModelFacts, tower: Tower, part: str) -> list[Tensor]:
         and one.kind != "embedding"
         and one.name.endswith("weight")
     ]
-
-
-def _unread(facts: ModelFacts, part: str) -> int:
-    """Number of the encoder's last layers whose output no token is made of: LLaVA reads the layer before the last."""
-    layer = (facts.raw or {}).get("vision_feature_layer") if part == "vision" else None
-    return max(0, -layer - 1) if isinstance(layer, int) else 0
 
 
 def _products(weights: Sequence[Tensor], seen: _Seen, part: str, unread: int) -> Iterator[tuple[float, bool, bool]]:

@@ -274,7 +274,10 @@ def tower_work(config: RunConfig) -> str:
     """
     if not config.data.media:
         return ""
-    return "frozen" if all(modes(config)[part] == "frozen" for part in TOWERS) else "trained"
+    chosen = modes(config)
+    encoders = {chosen["vision"], chosen["audio"]}
+    alone = "frozen" if chosen["projector"] == "frozen" else "projector"
+    return next((mode for mode in ("full", "lora") if mode in encoders), alone)
 
 
 def choose_features(
