@@ -20,8 +20,10 @@ from halftune.bench.measured import attended, measure, rates
 from halftune.bench.meter import Step
 from halftune.bench.peak import peak_flops
 from halftune.bench.table import text
+from halftune.bench.tower_flops import tower_flops
 from halftune.cli import main
 from halftune.config.facts.model import facts_from_config, read_model_facts
+from halftune.config.run import RunConfig
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ConfigError, PlanError
 from halftune.core.processes.process import Process
@@ -194,6 +196,25 @@ def test_a_real_measurement(recipe: Path, tmp_path: Path) -> None:
     shown = text([result, {**result, "label": "again", "ratio": {"mfu": 1.0}}], steps=3, warm_up=2)
     assert "1.00×" in shown
     assert "4N + 6·adapter" in shown
+
+
+@pytest.mark.slow
+def test_the_towers_of_a_real_measurement(recipe: Path, tmp_path: Path) -> None:
+    """Patterns are pictures of 8 x 8 patches, one a row."""
+    own = {**compare.OWN, compare.FOLDER: str(tmp_path / "scratch")}
+    tree = {
+        "model": {"name_or_path": "builtin:qwen2_5_vl-tiny", "train": {"vision": "lora"}},
+        "adapter": "lora",
+        "data": {"train": "builtin:patterns", "images": True, "packing": False, "max_length": 128},
+        "training": {"output_dir": str(tmp_path / "run"), "per_device_train_batch_size": 2},
+    }
+    recipe.write_text(yaml.safe_dump(tree))
+    overrides = [f"{key}={value}" for key, value in own.items()]
+    found = measure({"config": str(recipe), "overrides": overrides, "steps": 2, "warm_up": 1})
+    config = RunConfig.model_validate(tree)
+    fed = {"pixel_values": torch.empty(2 * 64, 1), "image_grid_thw": torch.tensor([[1, 8, 8]] * 2)}
+    assert found["tower_flops_per_step"] == tower_flops(read_model_facts(config.model), config, fed) > 0
+    assert found["flops_per_second"] * found["step_seconds"] > found["tower_flops_per_step"]
 
 
 def test_what_the_command_says_of_mistakes(

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from halftune.bench.flops import training_flops
+from halftune.config.facts.media import TOWERS
+from halftune.config.facts.model import ModelFacts
 from halftune.config.load import load_config
 from halftune.config.recipe_facts import run_facts
 from halftune.core import log
@@ -18,12 +20,15 @@ from halftune.core.errors import HalftuneError
 from halftune.core.optional import quick_imports
 from halftune.hardware.probe import probe
 from halftune.plan import resolve
+from halftune.plan.weights.parts import modes
+from halftune.plan.weights.trainable import count_trainable
 
 with quick_imports():  # as `train` does
     import torch
 
     from halftune.bench.meter import Measured, Meter, Step
     from halftune.bench.peak import peak_flops
+    from halftune.bench.tower_flops import tower_flops
     from halftune.train.parallel.processes import peak_memory_bytes
     from halftune.train.run_folder.start_or_resume import open_folder
     from halftune.train.setup import build
@@ -63,28 +68,28 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
     with Interrupts() as interrupts, suppress(Measured):
         trainer = Trainer(run, interrupts)
         trainer.callbacks.callbacks.append(meter)
+        meter.watch(run.model)
         trainer.train()
     device = run.device
     memory = {"peak_rss_bytes": peak_memory_bytes(torch.device("cpu"))}
     if device.type != "cpu":
         memory["peak_device_bytes"] = peak_memory_bytes(device)
     flops = training_flops(
-        facts,
-        plan.num_trainable.value,
-        adapter=loaded.run.adapter.type != "none",
-        attended=attended(run),
+        facts, language_trained(run, facts), adapter=modes(run.config)["language"] != "full", attended=attended(run)
     )
+    towers = sum(tower_flops(facts, run.config, fed) for fed in meter.fed)
     compute = plan.precision.compute.value
     peak = peak_flops(device, hardware.devices[0].name, compute, tf32=plan.precision.tf32.value)
     steps = meter.steps[asked["warm_up"] :]
     numbers = rates(steps)
     real, trained, seconds = (sum(getattr(step, name) for step in steps) for name in ("real", "trained", "seconds"))
-    achieved = flops.per_second(real, trained, seconds)
+    achieved = flops.per_second(real, trained, seconds) + towers / seconds
     return {
         **numbers,
         "mfu": achieved / peak.flops,
         "flops_per_second": achieved,
-        "mfu_convention": flops.convention,
+        "mfu_convention": flops.convention + (f"; towers {towers / len(steps):,.0f} a step" if towers else ""),
+        "tower_flops_per_step": towers / len(steps),
         "peak_flops": peak.flops,
         "peak_flops_source": peak.source,
         **memory,
@@ -98,6 +103,14 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
         "torch": torch.__version__,
         "steps": [asdict(step) for step in meter.steps],
     }
+
+
+def language_trained(run: TrainState, facts: ModelFacts) -> int:
+    """Return the number of trained weights of the language model."""
+    chosen = modes(run.config)
+    if {chosen[part] for part in TOWERS} == {"frozen"}:
+        return run.plan.num_trainable.value
+    return 0 if chosen["language"] == "frozen" else count_trainable(facts, run.config.adapter).count.value
 
 
 def attended(run: TrainState) -> float:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 import torch
+from peft import PeftModel
+from torch import Tensor, nn
 
+from halftune.bench.tower_flops import INPUTS
 from halftune.train.callback import Callback, Phase, StepMetrics
 from halftune.train.state import TrainState
 
@@ -39,13 +43,25 @@ class Meter(Callback):
     Attributes:
         steps: all steps, warm-up included.
         cpu_to_first_step, seconds_to_first_step: from the start of this process to the end of the first step.
+        fed: what the towers got in each forward pass of the measured steps; tensors of pixels are on the meta device.
     """
 
     def __init__(self, warm_up: int, steps: int) -> None:
         self.warm_up, self.wanted = warm_up, warm_up + steps
         self.steps: list[Step] = []
         self.cpu_to_first_step = self.seconds_to_first_step = 0.0
+        self.fed: list[dict[str, Tensor]] = []
         self._since = (0.0, 0.0)
+
+    def watch(self, model: nn.Module) -> None:
+        """Note what the towers of a model in training get."""
+        base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+        base.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def _note(self, _model: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+        given = {name: kwargs[name] for name in INPUTS if kwargs.get(name) is not None}
+        if given and len(self.steps) >= self.warm_up:
+            self.fed.append({name: one.to("meta") if one.is_floating_point() else one for name, one in given.items()})
 
     def on_phase(self, run: TrainState, phase: Phase) -> None:
         """Start timing when training begins or continues."""

@@ -79,7 +79,9 @@ class Workload:
         offload: with fsdp2, whether shards are in main memory.
         regather: with fsdp2, whether layers are resharded after forward and gathered again for backward.
         teacher: bytes of another model that each device holds whole.
-        towers: of a run with images or audio: ``frozen`` or ``trained``.
+        towers: of a run with images or audio, what is trained of the towers: ``frozen``, ``projector`` (alone),
+            ``lora`` or ``full``.
+        media: ``image``, ``audio``.
         sync_each: with fsdp2 and gradient accumulation, whether gradients are reduced after each micro-batch.
     """
 
@@ -113,6 +115,7 @@ class Workload:
     sync_each: bool = True
     teacher: int = 0
     towers: str = ""
+    media: tuple[str, ...] = ()
 
     @property
     def full(self) -> bool:
@@ -156,10 +159,12 @@ def estimate(work: Workload, facts: ModelFacts) -> Estimate:
     moments = work.optimizer_state
     activations, logits = _activations(work, facts), _logits(work, facts)
     if work.towers:
-        from halftune.hardware.tower_memory import tower_activations  # few runs have images
+        from halftune.hardware.tower_memory import tower_memory  # few runs have images
 
-        own = {"trained": work.towers == "trained", "checkpointing": work.checkpointing}
-        activations += tower_activations(facts, work.tokens, work.compute, **own)
+        tower = tower_memory(
+            facts, work.tokens, work.compute, work.media, mode=work.towers, checkpointing=work.checkpointing
+        )
+        activations = max(activations + tower.held, tower.peak - logits)  # not at the same time
     if work.strategy == "fsdp2":
         weights, gradients, moments = _sharded(work, facts, weights, gradients, moments)
     towers = facts.tower_parameters * work.storage if work.towers else 0  # fsdp2 gathers them whole

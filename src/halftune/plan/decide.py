@@ -50,7 +50,9 @@ def decide(request: Request, hardware: Hardware, world_size: int = 1, teacher: P
     precision, (packing, attention), adapted, method = _decided(config, hardware, facts, teacher)
     fused = choose_fused(config, hardware)
     work = workload(config, hardware, facts, precision, attention, packing.value, adapted, fused.value)
-    work = replace(work, teacher=teacher.memory.weights if teacher else 0, towers=tower_work(config))
+    work = replace(
+        work, teacher=teacher.memory.weights if teacher else 0, towers=tower_work(config), media=config.data.media
+    )
     distribution, work = choose_strategy(config, hardware, facts, work, world_size)
     available = per_process(hardware, max(1, world_size // config.distributed.num_machines))
     sync = choose_sync(config, facts, work, available)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +17,16 @@ from halftune.data.media.reference import BadMedia, MediaRef, unpack
 from halftune.data.store import Segment
 
 
-def add_media(batch: Batch, segments: Sequence[Segment], images: MediaProcessor, where: str) -> Batch:
+def add_media(
+    batch: Batch, segments: Sequence[Segment], images: MediaProcessor, where: Callable[[Sequence[int]], str]
+) -> Batch:
     """The batch with the media of its segments, decoded, as extras, and with the types of its tokens.
 
     Args:
         batch: of the segments, in order.
         segments: with references of media.
         images: makes the inputs.
-        where: the rows, for the error.
+        where: names the rows of segments, by their indices, for the error.
 
     Raises:
         DataError: a file is damaged, or changed since it was tokenised.
@@ -49,18 +52,29 @@ def prompt_inputs(images: MediaProcessor, media: Sequence[bytes], where: str, id
         DataError: as ``add_media``.
     """
     pixels = partial(MediaProcessor.inputs, images)
-    return {**images.token_types(ids), **_inputs(pixels, media, where)}
+    return {**images.token_types(ids), **_inputs(pixels, media, lambda _: where)}
 
 
 def _inputs(
-    make: Callable[[list[tuple[MediaRef, ...]]], dict[str, Tensor]], media: Sequence[bytes], where: str
+    make: Callable[[list[tuple[MediaRef, ...]]], dict[str, Tensor]],
+    media: Sequence[bytes],
+    where: Callable[[Sequence[int]], str],
 ) -> dict[str, Tensor]:
     refs = [unpack(one) if one else () for one in media]
     try:
         return make(refs) if any(refs) else {}
     except BadMedia as error:
         remedy = "correct or remove the row, or start the run again if the file is right"
-        raise DataError(str(error), where=where, remedy=remedy, code="data.bad_media") from error
+        bad = [index for index, group in enumerate(refs) if not _usable(group, make)] or range(len(refs))
+        raise DataError(str(error), where=where(bad), remedy=remedy, code="data.bad_media") from error
+
+
+def _usable(group: tuple[MediaRef, ...], make: Callable[[list[tuple[MediaRef, ...]]], Any]) -> bool:
+    try:
+        make([group])
+    except BadMedia:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

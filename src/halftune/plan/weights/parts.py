@@ -111,7 +111,7 @@ def _problems(config: RunConfig, facts: ModelFacts) -> Iterator[tuple[str, str, 
             yield where, f"the run does not use the {part} part", f"set {keys[part]}: true"
         elif part not in parts:
             yield where, f"{facts.model_type} has no {part} part", f"remove {where}"
-        elif mode == "lora" and isinstance(adapter, LoraAdapter) and not _adapted(facts, parts[part], adapter):
+        elif mode == "lora" and isinstance(adapter, LoraAdapter) and not adapter_size(facts, parts[part], adapter):
             what = f"adapter.target_modules matches no layer of the {part} part"
             yield where, what, "set adapter.target_modules: all-linear"
     yield from _with_adapter(config, chosen)
@@ -140,11 +140,12 @@ def _with_adapter(config: RunConfig, chosen: Mapping[str, str]) -> Iterator[tupl
             yield "adapter", "no part of model.train is trained by LoRA", "set adapter: none"
 
 
-def _adapted(facts: ModelFacts, tensors: Sequence[Tensor], adapter: LoraAdapter) -> bool:
+def adapter_size(facts: ModelFacts, tensors: Sequence[Tensor], adapter: LoraAdapter) -> int:
+    """Number of weights of the adapters on these tensors' layers."""
     try:
-        return count_trainable(replace(facts, tensors=tuple(tensors)), _alone(adapter)).adapter > 0
+        return count_trainable(replace(facts, tensors=tuple(tensors)), _alone(adapter)).adapter
     except PlanError:
-        return False
+        return 0
 
 
 def _alone(adapter: LoraAdapter) -> LoraAdapter:
@@ -277,7 +278,10 @@ def tower_work(config: RunConfig) -> str:
     """
     if not config.data.media:
         return ""
-    return "frozen" if all(modes(config)[part] == "frozen" for part in TOWERS) else "trained"
+    chosen = modes(config)
+    encoders = {chosen["vision"], chosen["audio"]}
+    alone = "frozen" if chosen["projector"] == "frozen" else "projector"
+    return next((mode for mode in ("full", "lora") if mode in encoders), alone)
 
 
 def choose_features(

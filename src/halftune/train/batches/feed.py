@@ -317,8 +317,9 @@ class Feed:
             return made
         from halftune.data.media.inputs import add_media  # few runs have images
 
-        segments = [one for example in examples for one in example.segments]
-        return add_media(made, segments, self.images, self.split.where(samples))
+        owned = [(sample, one) for sample, example in zip(samples, examples, strict=True) for one in example.segments]
+        where = lambda bad: self.split.where(owned[index][0] for index in bad)  # noqa: E731
+        return add_media(made, [segment for _, segment in owned], self.images, where)
 
     def where(self, batches: Sequence[Batch]) -> str:
         """The rows of the data that micro-batches were made of, as a clause; empty where they hold none."""
