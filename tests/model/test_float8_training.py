@@ -40,7 +40,7 @@ def in_float8(model: Any, keep_fp32: tuple[str, ...] = ()) -> dict[str, nn.Modul
     made = plan()
     precision = replace(made.precision, linear=because(TRAINED_FLOAT8), keep_fp32=because(keep_fp32))
     use_float8(model, replace(made, precision=precision), emulate=True)
-    return {name: one for name, one in model.named_modules() if type(one).__name__ == "TrainedFloat8Linear"}
+    return {name: one for name, one in model.named_modules() if type(one).__name__ == "Float8Linear"}
 
 
 def rounded(factor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -165,14 +165,3 @@ def test_decays_of_linear_attention_keep_their_format() -> None:
     assert {"in_proj_qkv", "in_proj_z", "out_proj"} <= leaves(layers)
     assert model.get_submodule(next(iter(layers)).rpartition(".")[0]).in_proj_a.weight.shape == (16, 512)
     assert not leaves(layers) & {"in_proj_a", "in_proj_b", "lm_head"}
-
-
-def test_answers_come_from_the_weights_as_they_are_saved() -> None:
-    """torchao's tensors fail in inference mode."""
-    model = OfLayers(nn.Linear(64, 48))
-    plain, x = copy.deepcopy(model), torch.randn(2, 3, 64)
-    in_float8(model)
-    with torch.inference_mode():
-        assert torch.equal(model(x), plain(x))
-    with torch.no_grad():
-        assert not torch.equal(model(x), plain(x))

@@ -9,11 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
-from torch.nn import functional as F
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-from torchao.float8.float8_linear import Float8Linear
 
 from halftune.core.log import get_logger
 from halftune.model.adapters.all_linear import linear_layers
@@ -24,20 +21,6 @@ from halftune_kernels.ops.float8_linear import fits
 log = get_logger(__name__)
 
 _NARROW = 16  # the longer side over the shorter one; beyond, reading the longer one costs more than the product
-
-
-class TrainedFloat8Linear(Float8Linear):
-    """torchao's layer, ``[..., I]`` → ``[..., O]``, which also knows the autocast of CPUs and inference mode."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """``x Wᵀ + bias`` in autocast's dtype; in inference mode with the weights as they are saved."""
-        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-            # torchao's tensors cannot be reshaped there, except in graphs, which must not ask
-            return F.linear(input, self.weight, self.bias)
-        kind = input.device.type
-        if kind != "meta" and torch.is_autocast_enabled(kind):
-            input = input.to(torch.get_autocast_dtype(kind))
-        return super().forward(input)
 
 
 def train_in_float8(model: nn.Module, plan: Plan, *, emulate: bool) -> int:
@@ -67,7 +50,5 @@ def train_in_float8(model: nn.Module, plan: Plan, *, emulate: bool) -> int:
     # rows of a batch are summed over in the weight's gradient, and need not be a multiple of 16
     recipe = replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=emulate, pad_inner_dim=True)
     convert_to_float8_training(model, module_filter_fn=lambda _, name: name in chosen, config=recipe)
-    for name in chosen:
-        model.get_submodule(name).__class__ = TrainedFloat8Linear
     log.info("%d trained linear layers in float8, %d keep their format", len(chosen), len(trained) - len(chosen))
     return len(chosen)

@@ -72,8 +72,9 @@ def generate_reply(
     room = min(generation.max_new_tokens, _room(causal, length))
     settings = _settings(generation, tokenizer, causal.generation_config, room)
     pieces = _Pieces(tokenizer, length, on_text)
-    # weights gathered in inference mode cannot be trained afterwards
-    without_graph = torch.inference_mode() if sharded is None else torch.no_grad()
+    # in inference mode, weights are gathered as ones that cannot be trained, and torchao's tensors have no views
+    no_views = sharded is not None or plan.precision.trains_in_float8
+    without_graph = torch.no_grad() if no_views else torch.inference_mode()
     with decoding(causal, settings), without_graph, autocast(plan.precision, device):
         answer_1S = causal.generate(
             prompt_1T,

@@ -81,6 +81,8 @@ def numeric_environment(run: TrainState) -> dict[str, str]:
     versions = {name: version_of(name) or "none" for name in PACKAGES}
     found = {"halftune": __version__, "python": platform.python_version(), **versions}
     found |= {"device": run.device.type, "compute": run.plan.precision.compute.value}
+    if run.plan.precision.trains_in_float8:
+        found["torchao"] = version_of("torchao") or "none"
     attention = run.plan.attention
     found["attention"] = f"{attention.softmax.value} ({attention.provider.value})"
     found["linear attention"] = attention.linear.value

@@ -227,9 +227,9 @@ def linear_layers(module: nn.Module, *, float8: bool = False) -> list[nn.Module]
     """
     kinds: tuple[type, ...] = (nn.Linear,)
     if float8:
-        from halftune.model.float8_training import TrainedFloat8Linear  # few runs have torchao
+        from torchao.float8.float8_linear import Float8Linear  # few runs have torchao
 
-        kinds += (TrainedFloat8Linear,)
+        kinds += (Float8Linear,)
     return [
         child
         for child in module.modules()
