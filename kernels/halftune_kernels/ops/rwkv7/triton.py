@@ -16,7 +16,7 @@ from halftune_kernels.scan.chunk_launch import BLOCK, CHUNK, ChunkLaunch, as_giv
 # Chosen by compiling for every GPU (docs/measurements/kernels.md).
 CONFIGS: dict[tuple[str, bool], Rows] = {
     ("products", True): ((256, (100,), Config(0, 2, 1, 16)), (256, (), Config(0, 2, 1, 32))),
-    ("products", False): ((256, (), Config(0, 4, 1, 16)),),
+    ("products", False): ((256, (), Config(0, 4, 1, 32)),),
     ("solve", True): ((256, (), Config(32, 4, 1, 32)),),
     ("solve", False): ((256, (), Config(32, 4, 1, 32)),),
     ("scan_forward", True): ((128, (), Config(32, 8, 1)), (256, (), Config(16, 8, 1))),
