@@ -237,6 +237,8 @@ def test_requests_that_are_refused(engine: Engine, access: Access) -> None:
         ({**chat, "repetition_penalty": 1e9}, 400, "invalid_request", "repetition_penalty"),
         ({**chat, "n": 2}, 400, "invalid_request", "n"),
         ({**chat, "frequency_penalty": 0.5}, 400, "invalid_request", "frequency_penalty"),
+        ({**chat, "tools": [{"a": 1}]}, 400, "invalid_request", "tools"),
+        ({**chat, "tools": [{"type": "function", "function": {"name": ""}}]}, 400, "invalid_request", "tools"),
         ({**chat, "unheard_of": 1}, 400, "invalid_request", "unheard_of"),
         ({**chat, "max_tokens": 500}, 400, "context_length_exceeded", "max_tokens"),
         ({**chat, "model": "three"}, 404, "model_not_found", "model"),
