@@ -200,6 +200,8 @@ def test_a_full_model_and_its_base(base: Path, trained: Path, tmp_path: Path, ev
     assert untrained["metrics"]["loss"]["value"] == pytest.approx(same, rel=1e-6)
     assert untrained["metrics"]["loss"]["value"] != tuned["metrics"]["loss"]["value"]
     assert len(evaluate(*given[:1], *given[2:])["models"]) == 1
+    beside = evaluate(full, trained, *given[2:])["models"]  # the base is the adapter's alone
+    assert [(one["name"], one["base"]) for one in beside] == [(str(base), True), ("full", False), ("run", False)]
 
 
 def test_rows_that_tell_nothing(base: Path, trained: Path, tmp_path: Path, evaluate: Evaluate) -> None:

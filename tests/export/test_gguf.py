@@ -186,6 +186,21 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert {path.name for path in tmp_path.iterdir()} == {"base", "run", "my-model"}
 
 
+def test_added_tokens_are_in_the_file(tmp_path: Path) -> None:
+    """The base has no rows for them; the merged model does."""
+    base = checkpoint(tmp_path / "base", vocab_size=4096)
+    tokens = {"add": ["<a>", "<b>"], "pad_to_multiple_of": 64}
+    model = {"name_or_path": str(base), "tokenizer": "builtin:qwen2-tiny", "tokens": tokens}
+    run = finished_run(tmp_path / "run", base, model=model)
+    with pytest.raises(SystemExit) as left:
+        main(["export", str(run), "--output", str(tmp_path / "out"), "--format", "gguf"])
+    assert left.value.code == 0
+    (file,) = (tmp_path / "out").glob("*.gguf")
+    words = gguf.GGUFReader(file).fields["tokenizer.ggml.tokens"].contents()
+    assert len(words) == 4096 + 64
+    assert words[4096:4098] == ["<a>", "<b>"]
+
+
 def test_a_space_before_the_first_text_only_needs_a_template_that_begins_with_a_special_token() -> None:
     tokenizer = sentence_piece("first")
     assert not read_vocabulary(tokenizer).space_prefix

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import signal
@@ -21,6 +22,8 @@ import pytest
 from patience import LIMIT, until
 from tiny_model import checkpoint, finished_run
 
+from halftune.cli.verbs import webui as webui_verb
+from halftune.cli.verbs.results import serve as serve_verb
 from halftune.serve import server as server_module
 from halftune.serve.middleware import Access
 from halftune.serve.server import listen, serve
@@ -131,6 +134,7 @@ def test_a_second_signal_or_the_end_of_grace_cuts_requests_off(again: bool, proc
         until(lambda: server.status() == 503, "the refusal of new requests")
         server.signal()
     assert server.program.wait(LIMIT) == 1
+    assert "Traceback" not in server.log.read_text()
     with pytest.raises((httpx.HTTPError, openai.APIError)):
         list(running)
 
@@ -184,6 +188,17 @@ def test_a_thread_that_renders_does_not_keep_the_server() -> None:
 async def no_routes(_: Any, __: Any, send: Any) -> None:
     await send({"type": "http.response.start", "status": 204, "headers": []})
     await send({"type": "http.response.body", "body": b""})
+
+
+@pytest.mark.parametrize("verb", [serve_verb, webui_verb])
+def test_ports_end_at_65535(verb: Any) -> None:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    verb.add_arguments(parser)
+    arguments = ["run"] if verb is serve_verb else []
+    assert parser.parse_args([*arguments, "--port", "65535"]).port == 65535
+    for text in ("65536", "99999", "-1"):
+        with pytest.raises(argparse.ArgumentError):
+            parser.parse_args([*arguments, f"--port={text}"])
 
 
 @pytest.mark.slow

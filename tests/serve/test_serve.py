@@ -237,6 +237,8 @@ def test_requests_that_are_refused(engine: Engine, access: Access) -> None:
         ({**chat, "repetition_penalty": 1e9}, 400, "invalid_request", "repetition_penalty"),
         ({**chat, "n": 2}, 400, "invalid_request", "n"),
         ({**chat, "frequency_penalty": 0.5}, 400, "invalid_request", "frequency_penalty"),
+        ({**chat, "tools": [{"a": 1}]}, 400, "invalid_request", "tools"),
+        ({**chat, "tools": [{"type": "function", "function": {"name": ""}}]}, 400, "invalid_request", "tools"),
         ({**chat, "unheard_of": 1}, 400, "invalid_request", "unheard_of"),
         ({**chat, "max_tokens": 500}, 400, "context_length_exceeded", "max_tokens"),
         ({**chat, "model": "three"}, 404, "model_not_found", "model"),
@@ -475,14 +477,36 @@ def test_tools_are_rendered_and_their_calls_read(
     assert str(served.tokenizer.decode(prompts[-1])).startswith("How")
 
 
+@torch.no_grad()
+def test_adapters_with_an_embedding_of_their_own_answer_as_alone(tmp_path: Path) -> None:
+    """The head is tied, so its copies are too."""
+    base, ids = checkpoint(tmp_path / "base", vocab_size=4096, initializer_range=0.2), torch.tensor([PROMPT])
+    for rank in (4, 5):
+        adapter = {"type": "lora", "rank": rank, "modules_to_save": ["embed_tokens"]}
+        finished_run(tmp_path / f"own{rank}", base, adapter=adapter)
+    finished_run(tmp_path / "plain", base)
+    runs, name = open_runs([str(tmp_path / one) for one in ("own4", "own5", "plain")])
+    made = Engine(runs, name, None)
+    for one, run in runs.items():
+        wanted = open_session(run).model(ids).logits
+        with made.shared.answering(made.models[one].adapter) as causal:
+            torch.testing.assert_close(causal(ids).logits, wanted, rtol=0, atol=1e-5)
+    made.close()
+
+
 def test_runs_that_cannot_be_served_together(folders: dict[str, Path], tmp_path: Path) -> None:
     base = tmp_path / "base"
     other = finished_run(tmp_path / "other", checkpoint(base, vocab_size=4096))
     full = finished_run(tmp_path / "full", base, adapter="none")
+    of_one = json.loads((folders["one"] / "resolved.yaml").read_text())["model"]
+    model = {**of_one, "tokens": {"add": ["<a>"]}}
+    added = finished_run(tmp_path / "added", of_one["name_or_path"], model=model)
     cases: list[tuple[list[Path], type[HalftuneError], str]] = [
         ([folders["one"], folders["one"]], ConfigError, "serve.duplicate_name"),
         ([folders["one"], other], ModelError, "serve.different_base"),
         ([other, full], ModelError, "serve.different_base"),
+        ([folders["one"], added], ModelError, "serve.different_base"),
+        ([added, folders["one"]], ModelError, "serve.different_base"),
     ]
     for targets, kind, code in cases:
         with pytest.raises(kind) as caught:

@@ -30,6 +30,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def port(text: str) -> int:
+    """Parse a TCP port; 0 selects a free one. A larger number would be taken modulo 65,536."""
+    if not text.isdecimal() or int(text) > 65_535:
+        raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, got {text!r}")
+    return int(text)
+
+
 def load_from(args: argparse.Namespace) -> LoadedConfig:
     """Load the configuration: a recipe, or with ``--rerun`` the configuration of a run folder.
 

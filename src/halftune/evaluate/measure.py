@@ -85,14 +85,13 @@ def measure(targets: Sequence[Target], asked: Asked) -> list[Measured]:
     """
     bases, tuned, seen = list[Measured](), list[Measured](), set[tuple[str, ...]]()
     for target in targets:
-        for one, key in _of_target(target, asked, seen):
-            seen.add(key)
+        for one in _of_target(target, asked, seen):
             (bases if one.is_base else tuned).append(one)
     return [*bases, *tuned]
 
 
-def _of_target(target: Target, asked: Asked, seen: set[tuple[str, ...]]) -> Iterator[tuple[Measured, tuple[str, ...]]]:
-    """The base model, unless it has been ``seen``, and the result; each with the key of its base."""
+def _of_target(target: Target, asked: Asked, seen: set[tuple[str, ...]]) -> Iterator[Measured]:
+    """The base model, unless it has been ``seen``, and the result."""
     run, tokenizer = target.run, load_tokenizer(target.run.result)
     config = run.loaded.run
     loaded = config.model_copy(update={"model": config.model if run.is_adapter else run.result})
@@ -101,17 +100,19 @@ def _of_target(target: Target, asked: Asked, seen: set[tuple[str, ...]]) -> Iter
     prompts = questions(rows, tokenizer) if rows is not None and asked.answers else []
     work = _Work(run, tokenizer, rows, prompts, asked)
     path, tokens = config.model.name_or_path, "" if rows is None else rows.fingerprint()
-    key = (path, config.model.revision or "", run.plan.precision.compute.value, tokens)
+    key = (path, config.model.revision or "", config.model.quantization, run.plan.precision.compute.value, tokens)
     base = target.base and key not in seen
+    if base:
+        seen.add(key)
     if base and not run.is_adapter:
-        yield work.numbers(load_weights(run, base=True), path, path, is_base=True), key
+        yield work.numbers(load_weights(run, base=True), path, path, is_base=True)
         gc.collect()  # modules refer to each other: the base leaves the memory before the result comes
     model = load_weights(run, base=False)
     if base and run.is_adapter:
         with PolicyModel(model).without_adapter():
             made = work.numbers(model, path, path, is_base=True)
-        yield made, key
-    yield work.numbers(model, target.name, str(run.final), is_base=False), key
+        yield made
+    yield work.numbers(model, target.name, str(run.final), is_base=False)
 
 
 @dataclass(frozen=True)

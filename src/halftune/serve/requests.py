@@ -42,6 +42,13 @@ def _only(given: Any) -> Any:
     return given[0] if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list) else given
 
 
+def _tool(given: dict[str, Any]) -> dict[str, Any]:
+    match given:
+        case {"type": "function", "function": {"name": str(name)}} if name:
+            return given
+    raise ValueError("a tool needs type: function and a function with a name")
+
+
 Zero = Annotated[float, Field(ge=0, le=0)] | None
 
 
@@ -126,7 +133,7 @@ class ChatRequest(_Request):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=_TOP)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Annotated[dict[str, Any], AfterValidator(_tool)]] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     response_format: dict[Literal["type"], Literal["text"]] | None = None

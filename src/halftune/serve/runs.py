@@ -90,6 +90,8 @@ def _check_same_base(first: CompletedRun, run: CompletedRun) -> None:
     pairs += [(key, getattr(of_first.model, key), getattr(of_run.model, key)) for key in
               ("name_or_path", "revision", "quantization", "parts")]  # fmt: skip
     pairs.append(("images", of_first.data.media, of_run.data.media))
+    # a run without them would answer with rows that its tokenizer does not have
+    pairs.append(("tokens.add", *(list(one.model.tokens.add) for one in (of_first, of_run))))
     for key, ours, other in pairs:
         if ours != other:
             what = f"{key} is {ours} in {first.folder.name} and {other} in {run.folder.name}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -90,6 +91,9 @@ class Server(uvicorn.Server):
         while self.access.inside and not self.should_exit and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(_POLL)
         self.cut_off = self.access.inside
+        if self.cut_off:
+            log.warning("cut off: %d requests", self.cut_off)
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # it has a traceback for each of them
         self.should_exit = True
         self.force_exit = self.force_exit or bool(self.cut_off)
         await serving

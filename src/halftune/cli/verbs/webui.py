@@ -12,6 +12,7 @@ import argparse
 import os
 from pathlib import Path
 
+from halftune.cli.overrides import port
 from halftune.cli.verbs.results import export
 from halftune.core.errors import ConfigError
 from halftune.core.optional import need
@@ -22,7 +23,7 @@ AUTH = "HALFTUNE_WEBUI_AUTH"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``halftune webui``."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=7860, help="0 selects a free port (default: %(default)s)")
+    parser.add_argument("--port", type=port, default=7860, help="0 selects a free port (default: %(default)s)")
     parser.add_argument(
         "--auth", metavar="USER:PASSWORD", help=f"required login; ${AUTH} hides it from the process list"
     )

@@ -21,7 +21,7 @@ def check(run: CompletedRun, _options: Options) -> None:
     Raises:
         ModelError: llama.cpp does not know them.
     """
-    open_source(locate(run.result), load_tokenizer(run.result))
+    open_source(locate(run.result), load_tokenizer(run.result), run.result.tokens)
 
 
 def write(run: CompletedRun, merged: Path, output: Path, options: Options) -> list[str]:

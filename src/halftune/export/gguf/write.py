@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from halftune.config.sections.model import TokensSection
 from halftune.core.errors import ModelError
 from halftune.core.processes import heartbeat
 from halftune.export.gguf.family import Family, family_of, metadata, rope_factors
@@ -19,6 +20,7 @@ from halftune.export.gguf.tensors import all_tensors, from_gguf, names, type_of
 from halftune.export.gguf.unsupported import unsupported
 from halftune.export.gguf.vocabulary import Vocabulary, read_vocabulary, stops_of
 from halftune.model.load.towers import as_stored
+from halftune.plan.weights.added_tokens import rows_for
 
 ROPE_FACTORS = "rope_freqs.weight"
 FILE_TYPES = {
@@ -45,18 +47,21 @@ class Source:
     vocabulary: Vocabulary
 
 
-def open_source(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Source:
+def open_source(folder: Path, tokenizer: PreTrainedTokenizerBase, tokens: TokensSection | None = None) -> Source:
     """Read config and tokenizer of a folder.
 
     Args:
         folder: with config.json.
         tokenizer: of the result.
+        tokens: ``model.tokens`` of a run whose base this is: the embedding grows when it is merged.
 
     Raises:
         ModelError: llama.cpp does not know such a model or tokenizer.
     """
     config = AutoConfig.from_pretrained(folder)
     family = family_of(config, str(folder))
+    if tokens is not None and tokens.add:
+        config.vocab_size = rows_for(config.vocab_size, len(tokenizer), tokens)
     vocabulary = read_vocabulary(tokenizer, config.vocab_size, stops_of(folder))
     if len(vocabulary.tokens) > config.vocab_size:
         raise unsupported(f"{len(vocabulary.tokens)} tokens, and {config.vocab_size} embeddings", str(folder))

@@ -33,7 +33,7 @@ from halftune.model.adapters.peft_experts import restore_targets, unchanged_targ
 from halftune.model.files.architectures import ignore_peft_warnings
 from halftune.model.files.load_errors import LOAD_ERRORS, first_line
 from halftune.model.load.towers import towers_of
-from halftune.model.tokenizer.vocabulary import is_tied
+from halftune.model.tokenizer.vocabulary import is_tied, tied_names
 from halftune.plan import Plan
 from halftune.plan.weights.targets import expression_limits, is_target
 from halftune.precision.dtypes import kept_names, mark_kept, plain_name, torch_dtype
@@ -77,7 +77,8 @@ def share_tied(adapted: PeftModel, name: str = "default") -> None:
     """
     base: Any = adapted.get_base_model()
     pair = (base.get_input_embeddings(), base.get_output_embeddings())
-    copies: list[Any] = [one.modules_to_save[name] for one in pair if isinstance(one, ModulesToSaveWrapper)]
+    wrappers = [one for one in pair if isinstance(one, ModulesToSaveWrapper)]
+    copies: list[Any] = [one.modules_to_save[name] for one in wrappers if name in one.modules_to_save]
     if len(copies) == 2 and (copies[0].weight.is_meta or torch.equal(copies[0].weight, copies[1].weight)):
         copies[1].weight = copies[0].weight
 
@@ -196,6 +197,9 @@ def load_adapter(model: PreTrainedModel | PeftModel, folder: Path, plan: Plan, n
             warnings.filterwarnings("ignore", message="Found missing adapter keys")  # they are checked below
             if isinstance(model, PeftModel):
                 adapted = model
+                if getattr(config, "ensure_weight_tying", False):  # peft does not see ties behind another's copies
+                    config.modules_to_save = [*{*config.modules_to_save, *tied_names(base)}]
+                    warnings.filterwarnings("ignore", message="You have requested `ensure_weight_tying`")
                 adapted.add_adapter(name, config, autocast_adapter_dtype=False)
                 adapted.load_adapter(str(folder), name, autocast_adapter_dtype=False)
             else:

@@ -20,7 +20,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from halftune.cli.overrides import positive
+from halftune.cli.overrides import port, positive
 from halftune.core import log
 from halftune.core.errors import ConfigError
 from halftune.core.loopback import is_loopback
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "runs", nargs="+", metavar="RUN_DIR_OR_CONFIG", help="run folders of one base model; key=value changes all"
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="0 selects a free port (default: %(default)s)")
+    parser.add_argument("--port", type=port, default=8000, help="0 selects a free port (default: %(default)s)")
     parser.add_argument(
         "--api-key-file", metavar="FILE", type=Path, help=f"key that clients must send; or ${KEY}; required with --host"
     )
