@@ -35,7 +35,7 @@ output_dir: saves
 """
 # What needs several processes, the hub, another run, or half a minute: other tests prove them.
 ELSEWHERE = re.compile(
-    r"^bench|quickstart|several_devices|num_machines|--image|--audio|qwen_lora_bf16|--sweep|webui|checkpoint-400"
+    r"^bench|quickstart|several_devices|num_machines|--image|--audio|--video|qwen_lora_bf16|--sweep|webui|checkpoint-400"
     r"|^verify .*(models|http)"
     r"|runs/a|Qwen/|--tasks|--fail-"
     r"|^serve (?!.*--print-command)"

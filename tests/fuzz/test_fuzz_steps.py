@@ -82,7 +82,7 @@ def steps(draw: st.DrawFn) -> dict[str, Any]:
         method |= {"rewards": ["exact_answer"], "max_completion_length": 2, "num_generations": 2}
     training = some_of(draw, TrainingSection, LEFT_OUT)
     training["optim"] = draw(st.sampled_from(sorted(OPTIMIZERS)))
-    data = some_of(draw, DataSection, {"train", "eval", "images", "audio", "streaming", "media"})
+    data = some_of(draw, DataSection, {"train", "eval", "images", "videos", "audio", "streaming", "media"})
     return {
         "model": {"name_or_path": "MODEL", "kind": draw(st.sampled_from(sorted(MODELS)))},
         "precision": draw(st.sampled_from(("fp32", "bf16"))),
