@@ -116,7 +116,8 @@ def _values(one: Tensor) -> re.Match[str] | None:
 def _seen(facts: ModelFacts, fed: Mapping[str, torch.Tensor]) -> Iterator[tuple[Tower, _Seen]]:
     if "pixel_values" in fed:
         yield "vision", _patches(facts, fed["pixel_values"], fed.get("image_grid_thw"))
-    if "input_features" in fed:
+    heard = AUDIO_FAMILIES.get(facts.model_type)
+    if heard is not None and heard.rule == "pooled" and "feature_attention_mask" in fed:  # others are not counted
         yield "audio", _frames(facts, fed["input_features"], fed["feature_attention_mask"])
 
 
@@ -149,8 +150,8 @@ def _windows(vision: Mapping[str, Any], height: int, width: int) -> list[int]:
 
 
 def _frames(facts: ModelFacts, features: torch.Tensor, mask: torch.Tensor) -> _Seen:
-    padded = AUDIO_FAMILIES[facts.model_type].padded
-    frames = [features.shape[-1]] * len(features) if padded else mask.sum(1).tolist()
+    trimmed = AUDIO_FAMILIES[facts.model_type].trimmed
+    frames = mask.sum(1).tolist() if trimmed else [features.shape[-1]] * len(features)
     window = ((facts.raw or {}).get("audio_config") or {}).get("n_window")
     chunk = 2 * window if window else max(frames)
     groups = [_halved(min(chunk, count - at)) for count in frames for at in range(0, count, chunk)]

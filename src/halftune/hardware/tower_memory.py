@@ -73,11 +73,12 @@ def tower_memory(
         facts: the model.
         tokens: tokens of a micro-batch.
         compute: bytes per element of the compute dtype.
-        kinds: of media: ``image``, ``audio``.
+        kinds: of media: ``image``, ``video``, ``audio``; a patch of a video has the cost of an image's.
         mode: what is trained: nothing (``frozen``), ``projector`` alone, or the encoder by ``lora`` or in ``full``.
         checkpointing: whether a trained tower's layers are recomputed.
     """
-    found = [_of_kind(facts, tokens, compute, kind, mode, checkpointing) for kind in kinds]
+    parts = dict.fromkeys("image" if kind == "video" else kind for kind in kinds)
+    found = [_of_kind(facts, tokens, compute, kind, mode, checkpointing) for kind in parts]
     return max(found, key=lambda one: (one.peak, one.held), default=TowerMemory(0, 0))
 
 
