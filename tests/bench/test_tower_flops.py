@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_audio import KINDS as HEARING
-from tiny_audio import audio_model, heard, write_sound
+from tiny_audio import KINDS, audio_model, heard, write_sound
 from tiny_images import KINDS as SEEING
 from tiny_images import asked, image_model, write_image
 from torch.utils._pytree import tree_leaves
@@ -17,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForMultimodalLM, Qwen2_5OmniThinkerForConditionalGeneration
 
 from halftune.bench.tower_flops import INPUTS, tower_flops
-from halftune.config.facts.media import IMAGE_FAMILIES
+from halftune.config.facts.media import AUDIO_FAMILIES, IMAGE_FAMILIES
 from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
 from halftune.config.run import RunConfig
@@ -31,6 +30,7 @@ from halftune.train.batches.feed import Feed
 from halftune.train.setup import media_inputs
 
 DEEP = "deepstack_features"
+HEARING = [kind for kind in KINDS if AUDIO_FAMILIES[kind].alone]
 
 
 def batch_of(folder: Path, kind: str, tower: str, **changes: Any) -> tuple[Any, dict[str, Any]]:

@@ -24,7 +24,7 @@ from halftune.config.sections.model import LoraAdapter
 from halftune.hardware.tower_memory import patches_per_token, unread_layers
 from halftune.plan.weights.parts import adapter_size, modes
 
-INPUTS = ("pixel_values", "image_grid_thw", "input_features", "feature_attention_mask")
+INPUTS = ("pixel_values", "image_grid_thw", "image_sizes", "input_features", "feature_attention_mask")
 _CLASS = ("class_embedding", "cls_token")  # a position besides the patches
 _HEAD = ".head."
 _VALUE = re.compile(r"\.(v|v_proj|qkv)(\.linear)?$")  # layers with the width of attention, or three times that
@@ -115,7 +115,11 @@ def _values(one: Tensor) -> re.Match[str] | None:
 
 def _seen(facts: ModelFacts, fed: Mapping[str, torch.Tensor]) -> Iterator[tuple[Tower, _Seen]]:
     if "pixel_values" in fed:
-        yield "vision", _patches(facts, fed["pixel_values"], fed.get("image_grid_thw"))
+        vision = (facts.raw or {}).get("vision_config") or {}
+        if vision.get("model_type") == "pixtral":
+            yield "vision", _unpadded(facts, vision, fed["pixel_values"], fed["image_sizes"])
+        else:
+            yield "vision", _patches(facts, fed["pixel_values"], fed.get("image_grid_thw"))
     heard = AUDIO_FAMILIES.get(facts.model_type)
     if heard is not None and heard.rule == "pooled" and "feature_attention_mask" in fed:  # others are not counted
         yield "audio", _frames(facts, fed["input_features"], fed["feature_attention_mask"])
@@ -139,6 +143,14 @@ def _patches(facts: ModelFacts, pixels: torch.Tensor, grids: torch.Tensor | None
         groups = [whole if full is None or layer in full else windows for layer in range(vision.get("depth", 1))]
     units = count * images
     return _Seen(units, units + classes * images, units // patches_per_token(facts), groups)
+
+
+def _unpadded(facts: ModelFacts, vision: Mapping[str, Any], pixels: torch.Tensor, sizes: torch.Tensor) -> _Seen:
+    """Pixtral's tower: images are padded for the first product only; all patches are one masked sequence."""
+    side = vision["patch_size"]
+    units = len(pixels) * (pixels.shape[-2] // side) * (pixels.shape[-1] // side)
+    count = sum((height // side) * (width // side) for height, width in sizes.tolist())
+    return _Seen(units, count, count // patches_per_token(facts), [[count]])
 
 
 def _windows(vision: Mapping[str, Any], height: int, width: int) -> list[int]:

@@ -4,8 +4,8 @@
 
 In: a `RunConfig`, `Hardware`, `ModelFacts`.
 Out: a `Plan`, or every reason against it.
-Imported by: `api`, `bench`, `certify`, `cli`, `data`, `doctor`, `evaluate`, `halftune_webui`, `model`, `serve`,
-    `train`.
+Imported by: `api`, `bench`, `certify`, `cli`, `data`, `doctor`, `evaluate`, `export`, `halftune_webui`, `model`,
+    `serve`, `train`.
 """
 
 from halftune.plan.explain import explain

@@ -2,5 +2,5 @@
 
 In: a `Request`: config and model facts.
 Out: counts, shapes and formats with their reasons; the request with what parts of the run demand.
-Imported by: `bench`, `certify`, `model`, `plan.constraints`, `plan.decide`, `plan.memory`, `plan.method`.
+Imported by: `bench`, `certify`, `export`, `model`, `plan.constraints`, `plan.decide`, `plan.memory`, `plan.method`.
 """
