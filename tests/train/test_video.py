@@ -347,6 +347,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_video_names_its_row(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("av")
     write_video(tmp_path / "ok.gif")
     change, code = BAD[name]
     rows = [seen("<video>?", videos=("ok.gif",)), {**seen("<video>?"), **change}]
