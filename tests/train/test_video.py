@@ -366,6 +366,19 @@ def test_what_is_not_trained_on_videos_is_refused(kind: str, data: dict[str, Any
     assert error.value.code == "plan.images_unsupported"
 
 
+def test_a_run_over_images_and_videos_keeps_no_features_of_images(tmp_path: Path) -> None:
+    """transformers takes no pixels of videos beside them."""
+    write_image(tmp_path / "a.png", 30, 40)
+    rows = [*ROWS, {**seen("<image>?"), "images": ["a.png"]}]
+    write_rows(tmp_path, rows)
+    training = {"output_dir": str(tmp_path / "run"), "num_train_epochs": 2, "per_device_train_batch_size": len(rows)}
+    loaded, plan = recipe(tmp_path, "qwen2_5_vl", data={"images": True}, training=training)
+    assert plan.features is not None
+    assert not plan.features.value
+    train(loaded, plan)
+    assert (tmp_path / "run" / "finished.json").is_file()
+
+
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 def test_the_recipe_learns_to_name_motions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -178,10 +178,14 @@ AUDIO_FAMILIES = {
 }
 
 
-def kept_kinds(model_type: str, kinds: Iterable[str]) -> tuple[str, ...]:
-    """Of these kinds of media those whose features a frozen tower may compute once."""
+def kept_kinds(model_type: str, kinds: Collection[str]) -> tuple[str, ...]:
+    """Of these kinds of media those whose features a frozen tower may compute once.
+
+    transformers takes no pixels of videos beside features of images.
+    """
     heard = AUDIO_FAMILIES.get(model_type)
-    return tuple(kind for kind in kinds if kind == "image" or (kind == "audio" and heard is not None and heard.alone))
+    kept = {"image": "video" not in kinds, "audio": heard is not None and heard.alone}
+    return tuple(kind for kind in kinds if kept.get(kind))
 
 
 def wrong_extractor(content: dict[str, Any]) -> str:
