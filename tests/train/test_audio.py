@@ -8,9 +8,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import media_runs
 import numpy as np
 import pytest
 import torch
+from media_runs import media_recipe
 from tiny_audio import EXTRACTOR, ROWS, audio_model, heard, rows_of, write_rows, write_sound
 from transformers import (
     AutoModelForMultimodalLM,
@@ -24,19 +26,14 @@ from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
 from halftune.core.errors import ConfigError, DataError, ModelError, PlanError
 from halftune.data.media.sound import header, samples
-from halftune.data.pipeline import prepare
 from halftune.data.preflight import validate_data
 from halftune.data.sources.builtin.tones import RATE, rows
 from halftune.hardware.catalogue import lookup
 from halftune.infer.session import open_session
-from halftune.methods import make_method
 from halftune.model.files.builtin import materialize
-from halftune.model.files.locate import media_of
 from halftune.model.result.completed_run import open_run
-from halftune.model.tokenizer.tokenizer import load_tokenizer
 from halftune.plan import Plan, resolve
 from halftune.train.batches.feed import Feed
-from halftune.train.setup import media_inputs
 from halftune.train.trainer import train
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -46,27 +43,12 @@ def recipe(folder: Path, kind: str, **changes: Any) -> tuple[Any, Plan]:
     model, rows = folder / "model", folder / "rows.jsonl"
     if not model.exists():
         audio_model(model, kind)
-    data = {"train": str(rows if rows.exists() else write_rows(folder, rows_of(kind))), "audio": True, "packing": False}
-    tree = {
-        "model": {"name_or_path": str(model)},
-        "precision": "fp32",
-        "adapter": {"type": "lora", "rank": 2},
-        "data": {**data, "group_by_length": False, **changes.pop("data", {})},
-        "training": {"output_dir": str(folder / "run"), "max_steps": 2, "per_device_train_batch_size": 3},
-        "logging": {"progress": False, "probes": 0},
-        **changes,
-    }
-    (folder / "recipe.yaml").write_text(json.dumps(tree))
-    loaded = load_config(folder / "recipe.yaml")
-    return loaded, resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model))
+    rows = rows if rows.exists() else write_rows(folder, rows_of(kind))
+    return media_recipe(folder, rows, {"audio": True}, **changes)
 
 
 def fed(loaded: Any, plan: Plan) -> Feed:
-    config = loaded.run
-    tokenizer = load_tokenizer(config.model)
-    data = prepare(config, tokenizer, images=media_of(config))
-    images = media_inputs(config, tokenizer)
-    return Feed(data.train, config, plan.batch, make_method(config.method), 0, images=images)
+    return media_runs.fed(loaded, plan)[0]
 
 
 def sound(file: Path) -> np.ndarray:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from media_runs import fed, media_recipe
 from PIL import Image
 from tiny_images import KINDS, ROWS, asked, image_model, write_image, write_rows
 from transformers import AutoModelForImageTextToText, AutoTokenizer
@@ -25,7 +26,6 @@ from halftune.data.store import NO_LABEL
 from halftune.export.merged import export_run
 from halftune.hardware.catalogue import lookup
 from halftune.infer.session import open_session
-from halftune.methods import make_method
 from halftune.model.adapters import attach_adapter
 from halftune.model.files.builtin import materialize
 from halftune.model.files.locate import media_of
@@ -34,8 +34,6 @@ from halftune.model.policy.policy import PolicyModel
 from halftune.model.result.completed_run import open_run
 from halftune.model.tokenizer.tokenizer import load_tokenizer
 from halftune.plan import Plan, resolve
-from halftune.train.batches.feed import Feed
-from halftune.train.setup import media_inputs
 from halftune.train.trainer import train
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -45,28 +43,7 @@ def recipe(folder: Path, kind: str, **changes: Any) -> tuple[Any, Plan]:
     model, rows = folder / "model", folder / "rows.jsonl"
     if not model.exists():
         image_model(model, kind)
-    data = {"train": str(rows if rows.exists() else write_rows(folder, ROWS)), "images": True, "packing": False}
-    data["group_by_length"] = False
-    tree = {
-        "model": {"name_or_path": str(model)},
-        "precision": "fp32",
-        "adapter": {"type": "lora", "rank": 2},
-        "data": {**data, **changes.pop("data", {})},
-        "training": {"output_dir": str(folder / "run"), "max_steps": 2, "per_device_train_batch_size": 3},
-        "logging": {"progress": False, "probes": 0},
-        **changes,
-    }
-    (folder / "recipe.yaml").write_text(json.dumps(tree))
-    loaded = load_config(folder / "recipe.yaml")
-    return loaded, resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model))
-
-
-def fed(loaded: Any, plan: Plan) -> tuple[Feed, Any]:
-    config = loaded.run
-    tokenizer = load_tokenizer(config.model)
-    data = prepare(config, tokenizer, images=media_of(config))
-    images = media_inputs(config, tokenizer)
-    return Feed(data.train, config, plan.batch, make_method(config.method), 0, images=images), images
+    return media_recipe(folder, rows if rows.exists() else write_rows(folder, ROWS), {"images": True}, **changes)
 
 
 def test_the_table_is_tested() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from media_runs import fed, media_recipe
 from PIL import Image
 from tiny_images import image_model, write_image
 from tiny_video import KINDS, PIXELS, ROWS, own_processor, seen, video_model, write_rows, write_video
@@ -26,17 +27,14 @@ from halftune.core.errors import DataError, PlanError
 from halftune.data.media.frames import decoded, examine
 from halftune.data.media.processor import MediaProcessor, MediaSettings
 from halftune.data.media.reference import MediaRef, refer
-from halftune.data.pipeline import prepare
 from halftune.data.sources.builtin.motions import FPS, FRAMES, rows
 from halftune.data.store import NO_LABEL
 from halftune.hardware.catalogue import lookup
 from halftune.infer.lines import serve
 from halftune.infer.repl import Repl
 from halftune.infer.session import open_session
-from halftune.methods import make_method
 from halftune.model.adapters import attach_adapter
 from halftune.model.files.builtin import materialize
-from halftune.model.files.locate import media_of
 from halftune.model.generate import generate_reply
 from halftune.model.load.load import load_model
 from halftune.model.policy.policy import PolicyModel
@@ -55,28 +53,8 @@ def recipe(folder: Path, kind: str, **changes: Any) -> tuple[Any, Plan]:
     folder.mkdir(exist_ok=True)
     if not model.exists():
         video_model(model, kind)
-    data = {"train": str(rows if rows.exists() else write_rows(folder, ROWS)), "videos": True, "packing": False}
-    data |= PIXELS if "omni" in kind else {}
-    tree = {
-        "model": {"name_or_path": str(model)},
-        "precision": "fp32",
-        "adapter": {"type": "lora", "rank": 2},
-        "data": {**data, "group_by_length": False, **changes.pop("data", {})},
-        "training": {"output_dir": str(folder / "run"), "max_steps": 2, "per_device_train_batch_size": 3},
-        "logging": {"progress": False, "probes": 0},
-        **changes,
-    }
-    (folder / "recipe.yaml").write_text(json.dumps(tree))
-    loaded = load_config(folder / "recipe.yaml")
-    return loaded, resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model))
-
-
-def fed(loaded: Any, plan: Plan) -> tuple[Feed, Any]:
-    config = loaded.run
-    tokenizer = load_tokenizer(config.model)
-    data = prepare(config, tokenizer, images=media_of(config))
-    images = media_inputs(config, tokenizer)
-    return Feed(data.train, config, plan.batch, make_method(config.method), 0, images=images), images
+    data = {"videos": True, **(PIXELS if "omni" in kind else {})}
+    return media_recipe(folder, rows if rows.exists() else write_rows(folder, ROWS), data, **changes)
 
 
 def test_the_table_is_tested() -> None:
@@ -377,6 +355,9 @@ def test_a_run_over_images_and_videos_keeps_no_features_of_images(tmp_path: Path
     assert not plan.features.value
     train(loaded, plan)
     assert (tmp_path / "run" / "finished.json").is_file()
+    with pytest.raises(PlanError) as error:
+        recipe(tmp_path, "qwen2_5_vl", data={"images": True, "cache_features": True})
+    assert error.value.code == "plan.parts_conflict"
 
 
 @pytest.mark.nightly

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,9 @@ import torch
 from torch.nn.functional import pad
 from transformers import AutoFeatureExtractor, PreTrainedTokenizerBase
 
-from halftune.config.facts.folder import read_json
-from halftune.config.facts.media import AUDIO_FAMILIES, AudioFamily
+from halftune.config.facts.media import AUDIO_FAMILIES
 from halftune.data.media.audio_tokens import RULES
-from halftune.data.media.processor_class import processor_class
+from halftune.data.media.processor_class import build_processor
 from halftune.data.media.reference import BadMedia, MediaRef, read_content
 from halftune.data.media.sound import NotSound, resampled, samples
 
@@ -34,7 +32,7 @@ class AudioProcessor:
     ) -> None:
         self._family = family = AUDIO_FAMILIES[model_type]
         self._extractor: Any = AutoFeatureExtractor.from_pretrained(model, trust_remote_code=False)  # unset, it asks
-        self._own = _build(Path(model), family, tokenizer, self._extractor)
+        self._own = build_processor(Path(model), family.processor, tokenizer, feature_extractor=self._extractor)
         self._options = self._own._merge_kwargs(tokenizer_init_kwargs=tokenizer.init_kwargs)["audio_kwargs"]
         self._options |= {"return_tensors": "pt", "sampling_rate": self._extractor.sampling_rate}
         self.token: str = self._own.audio_token
@@ -91,20 +89,6 @@ class AudioProcessor:
             longest = int(mask.sum(-1).max())
             features, mask = features[..., :longest], mask[:, :longest]
         return {"input_features": features, self._family.mask: mask}
-
-
-def _build(folder: Path, family: AudioFamily, tokenizer: PreTrainedTokenizerBase, extractor: Any) -> Any:
-    """The processor without its image and video processors."""
-    base = processor_class(family.processor)
-    if base is None:
-        raise ValueError(f"transformers has no {family.processor}")
-    own = type(family.processor, (base,), {"check_argument_for_proper_class": lambda *_: None})
-    file = folder / "processor_config.json"
-    saved = read_json(file) if file.is_file() else {}
-    known = set(inspect.signature(base.__init__).parameters) - {"kwargs", "chat_template"}
-    options = {name: value for name, value in saved.items() if name in known and not isinstance(value, dict)}
-    options |= dict.fromkeys(known & {"image_processor", "video_processor"})
-    return own(feature_extractor=extractor, tokenizer=tokenizer, **options)
 
 
 def _windows(own: Any) -> int:

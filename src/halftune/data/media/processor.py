@@ -6,10 +6,8 @@ torchvision is not needed: image processors are loaded in their PIL form, which 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import math
 import re
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -27,7 +25,7 @@ from halftune.config.facts.wrapped import unwrapped
 from halftune.config.run import RunConfig
 from halftune.core.errors import DataError
 from halftune.data.media.audio import AudioProcessor
-from halftune.data.media.processor_class import processor_class
+from halftune.data.media.processor_class import build_processor
 from halftune.data.media.reference import BadMedia, MediaRef, decode, media_same
 from halftune.data.media.video import AS_PROCESSOR, VideoProcessor, VideoSettings
 from halftune.data.store import TokenStore
@@ -140,7 +138,10 @@ class MediaProcessor:
             if "audio" in settings.kinds:
                 self.audio = AudioProcessor(settings.model, settings.model_type, tokenizer, settings.max_seconds)
             if self.family.processor:
-                self._own = _build(settings, self.family, tokenizer)
+                folder = Path(settings.model)
+                # unset, trust_remote_code asks
+                seen = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
+                self._own = build_processor(folder, self.family.processor, tokenizer, image_processor=seen)
             if "video" in settings.kinds:
                 self.video = VideoProcessor(settings.model, settings.model_type, self._own, settings.video)
         except _BUILD_ERRORS as error:
@@ -250,25 +251,6 @@ class MediaProcessor:
     def token_types(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """int64, of the shape of ``ids``: as ``media_tokens``; empty where the forward pass takes none."""
         return {self.family.token_types: self.media_tokens(ids)} if self.family.token_types else {}
-
-
-def _build(settings: MediaSettings, family: ImageFamily, tokenizer: PreTrainedTokenizerBase) -> Any:
-    folder = Path(settings.model)
-    base = processor_class(family.processor)
-    if base is None:
-        raise ValueError(f"transformers has no {family.processor}")
-    # its check of the arguments' classes needs torchvision, for the video processor
-    own = type(family.processor, (base,), {"check_argument_for_proper_class": lambda *_: None})
-    file = folder / "processor_config.json"
-    saved = read_json(file) if file.is_file() else {}
-    known = set(inspect.signature(base.__init__).parameters) - {"kwargs", "chat_template"}
-    options = {name: value for name, value in saved.items() if name in known and not isinstance(value, dict)}
-    options |= dict.fromkeys(known & {"video_processor", "feature_extractor"})
-    images = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)  # unset, it asks
-    module = sys.modules[base.__module__]
-    if getattr(module, "num2words", module) is None:
-        vars(module)["num2words"] = str  # SmolVLM's asks for this package, which only texts of videos need
-    return own(image_processor=images, tokenizer=tokenizer, **options)
 
 
 def expand(

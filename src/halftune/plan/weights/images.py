@@ -81,8 +81,8 @@ def _check_rollouts(config: RunConfig, method: GrpoMethod) -> None:
     if config.distributed.strategy == "fsdp2":
         reasons["distributed.strategy"] = "towers run before the forward pass that gathers sharded weights"
     for where, why in reasons.items():
-        what = f"answers to prompts with images or audio are not sampled with it: {why}"
-        remedy = "remove it, or set data.images: false and data.audio: false"
+        what = f"answers to prompts with media are not sampled with it: {why}"
+        remedy = "remove it, or train on text alone"
         raise PlanError(what, where=where, remedy=remedy, code="plan.images_unsupported")
 
 
@@ -94,10 +94,7 @@ def _packing(config: RunConfig, facts: ModelFacts) -> PackingSection:
     """
     packing = config.data.packing
     if packing.split:
-        what, remedy = (
-            "rows with images, videos or audio cannot be cut to fill packed rows",
-            "set data.packing.split: false",
-        )
+        what, remedy = "rows with media cannot be cut to fill packed rows", "set data.packing.split: false"
         raise PlanError(what, where="data.packing.split", remedy=remedy, code="plan.images_unsupported")
     if not _two_way(facts):
         return packing

@@ -290,7 +290,7 @@ def choose_features(
     """Whether the features of images and sounds are kept.
 
     Raises:
-        PlanError: they are asked for, and a tower that makes them is trained.
+        PlanError: they are asked for, and a tower that makes them is trained, or they cannot be kept.
     """
     asked, chosen, training = config.data.cache_features, modes(config), config.training
     if not config.data.media:
@@ -300,11 +300,16 @@ def choose_features(
     if trained and asked is True:
         what, remedy = f"{trained} is trained: its features change", "set data.cache_features: auto"
         raise PlanError(what, where="data.cache_features", remedy=remedy, code="plan.parts_conflict")
+    kept = kept_kinds(facts.model_type, config.data.media)
+    if asked is True and not kept:
+        what = f"features of {' and '.join(config.data.media)} are not kept for {facts.model_type}"
+        remedy = "set data.cache_features: auto"
+        raise PlanError(what, where="data.cache_features", remedy=remedy, code="plan.parts_conflict")
     against = {
         f"{trained} is trained: features change in every step": trained,
         "fsdp2 shards the tower": strategy == "fsdp2",
         "switched off (data.cache_features)": asked is False,
-        "features of these media are computed anew": not kept_kinds(facts.model_type, config.data.media),
+        "features of these media are computed anew": not kept,
     }
     if asked == "auto":
         # answers to one prompt are segments of their own
@@ -312,7 +317,6 @@ def choose_features(
         against |= {"data.cache is off": not config.data.cache, "media are used once": once}
     if reason := next(filter(against.get, against), ""):
         return Choice(False, reason)
-    kept = kept_kinds(facts.model_type, config.data.media)
     sizes = [f"{_feature_bytes(facts, precision, kind):,} bytes per {kind} token" for kind in kept]
     disk = f"the frozen tower is computed once per medium, {', '.join(sizes)} on disk"
     return Choice(True, disk if asked == "auto" else f"asked for (data.cache_features): {disk}")
