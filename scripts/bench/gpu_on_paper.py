@@ -14,9 +14,11 @@ from typing import Any
 
 from harness import head, planned, row
 
+from halftune.bench.paper.kinds import LORA
 from halftune.bench.paper.peers import record_peer
 from halftune.bench.paper.report import PaperReport, profile
 from halftune.bench.paper.step import Recorded
+from halftune.bench.paper.timeline import seconds_of
 from halftune.hardware.catalogue import lookup
 
 PLAIN, FUSED, FA3, FP8 = "transformers' layers", "fused layers", "fused, FlashAttention-3", "fused, `linear: fp8`"
@@ -196,6 +198,14 @@ AUTOMODEL = """
 NeMo AutoModel's published LoRA rows on one H100: 2 × 4,096 tokens, every token labelled, no clipping. On paper:
 transformers' model, SDPA, a fused norm, adapters in bf16 by Triton kernels, all logits.
 """
+NOT_BUILT = """
+## Not built: LoRA inside the base product
+
+A base product over `[x | x·A]` and `[W | B]` would save the passes that add an adapter's part to a base product's
+result. Their share of the step is the most that can be saved. Against it: longer base products (r columns for each
+adapter of the input), and every adapted weight stored again with room for B. Inputs that attention writes would have to
+be copied, which costs what the pass costs.
+"""
 GOALS = """
 ## Goals
 
@@ -260,6 +270,20 @@ def goals(page: Page) -> None:
             print(row(name, f"{goal:,.0f}", way, *(f"{rate:,.0f}" for rate in rates), said))
 
 
+def not_built(page: Page) -> None:
+    """What the passes take that a base product with the adapter inside would save."""
+    print(NOT_BUILT)
+    print(head("share of the step", *(lookup(machine).devices[0].name for machine in BF16)))
+    for title in PUBLISHED:
+        shares = []
+        for machine in BF16:
+            found = page.report(title, FUSED, machine)
+            passes = (one for one in found.recorded.launches if one.kind == LORA and one.op == "aten::addmm_")
+            taken = sum(seconds_of(one, found.roofline, tf32=True) for one in passes)
+            shares.append(f"{taken / found.time.seconds:.1%}")
+        print(row(title, *shares))
+
+
 def main() -> None:
     """Print the page."""
     with tempfile.TemporaryDirectory() as folder:
@@ -267,6 +291,7 @@ def main() -> None:
         tables(page)
         errors(page)
         goals(page)
+        not_built(page)
         kernels(page)
 
 
