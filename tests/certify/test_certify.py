@@ -195,6 +195,13 @@ def test_a_forward_that_is_broken_is_named(tmp_path: Path, check: str) -> None:
     assert [line.check for line in same_numbers(small) if line.verdict == "no"] == [check]
 
 
+@pytest.mark.slow
+def test_positions_of_an_earlier_batch_are_no_fault_of_the_cache(tmp_path: Path) -> None:
+    section = ModelSection(name_or_path="builtin:qwen2_5_omni-tiny")  # its class keeps the batch's offsets
+    small = _small(Workbench(tmp_path, section, section))
+    assert [line.verdict for line in same_numbers(small) if line.check == "generation"] == ["yes"]
+
+
 def test_there_are_forty_different_conversations_of_eight_kinds() -> None:
     made = [(kind, json.dumps(row)) for kind, row in conversations()]
     assert len({row for _, row in made}) == 40

@@ -188,6 +188,16 @@ def test_nothing_left_is_an_error_with_the_reasons(tokenizer, make_config, write
         prepare(make_config(path), tokenizer)
 
 
+@pytest.mark.parametrize(
+    ("content", "more"), [("A?", {"audios": ["a.wav"]}), ([{"type": "audio", "path": "a.wav"}], {})]
+)
+def test_an_error_for_rows_with_media_in_a_run_of_texts_names_the_key(tokenizer, make_config, write, content, more):
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "B."}]
+    with pytest.raises(DataError) as caught:
+        prepare(make_config(write([{"messages": messages} | more])), tokenizer)
+    assert "data.audio" in caught.value.remedy
+
+
 def test_tools_that_a_template_does_not_show_are_named(make_tokenizer, make_config, write):
     row = {"prompt": "A?", "completion": "B.", "tools": [{"name": "f"}]}
     prepared = prepare(make_config(write([row])), make_tokenizer("llama3"))

@@ -14,7 +14,8 @@ if "broken" in sys.argv[-2]:
     print("I loading", file=sys.stderr)
     sys.exit("halftune chat: runs/x: the run has no result yet")
 print("a library prints what it likes")
-say(event="ready", base="tiny", adapter=True, storage="fp32", compute="fp32", device="cpu", images=True, audio=True)
+kinds = {"images": True, "audio": True, "videos": "films" in sys.argv[-2]}
+say(event="ready", base="tiny", adapter=True, storage="fp32", compute="fp32", device="cpu", **kinds)
 requests, stop = queue.Queue(), threading.Event()
 
 
@@ -31,7 +32,7 @@ while (request := requests.get()) is not None:
     content, text = request["messages"][-1]["content"], ""
     if isinstance(content, list):
         *media, last = content
-        kinds = [one["type"] if one["type"] == "input_audio" else one["image_url"]["url"][:15] for one in media]
+        kinds = [one["image_url"]["url"][:15] if "image_url" in one else one["type"] for one in media]
         content = f"{' '.join(kinds)} {last['text']}"
     words = content.split()
     if words == ["die"]:

@@ -32,7 +32,7 @@ def finished(folder: Path, name: str) -> Path:
 @pytest.fixture(scope="module")
 def chat_web_ui(start_web_ui: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("chats")
-    for name in ("one", "two"):
+    for name in ("one", "two", "films"):
         finished(folder, name)
     return start_web_ui(folder=folder, before=STAND_IN)
 
@@ -188,6 +188,18 @@ def test_files_go_with_the_next_message(chat_web_ui: Any, open_page: Callable[..
     seconds = page.evaluate("[...document.querySelectorAll('#trained .user audio')].map((one) => one.duration)")
     assert seconds == [SAMPLES / RATE, SAMPLES / RATE]
     assert page.locator(".media div").count() == 0
+
+
+def test_a_video_that_the_browser_cannot_play_is_named(chat_web_ui: Any, open_page: Callable[..., Any]) -> None:
+    page = opened(open_page, chat_web_ui, "films")
+    page.click("#chat-load")
+    page.wait_for_selector("#chat-attach:visible")
+    page.set_input_files("#chat-file", {"name": "a.avi", "mimeType": "video/x-msvideo", "buffer": b"RIFF"})
+    page.locator(".media .help", has_text="a.avi").wait_for()
+    page.fill("#chat-message", "what is this")
+    page.keyboard.press("Enter")
+    page.locator("#trained .user .help", has_text="a.avi").wait_for()
+    page.locator("#trained .assistant", has_text="tuned video_url what is this").wait_for()
 
 
 _DROP = """async () => {

@@ -143,7 +143,7 @@ def test_a_web_ui_that_nobody_looks_at_costs_nothing(web_ui: Any) -> None:
 
 def test_files_are_listed_and_taken(web_ui: Any) -> None:
     status, text = ask(web_ui.url, "/halftune/upload/rows.jsonl", "PUT", '{"text": "x"}')
-    assert (status, json.loads(text)) == (200, {"path": "data/rows.jsonl"})
+    assert (status, json.loads(text)) == (200, {"path": "data/rows.jsonl", "left_out": 0})
     assert (web_ui.folder / "data" / "rows.jsonl").read_text() == '{"text": "x"}'
     assert ask(web_ui.url, "/halftune/upload/run.sh", "PUT", "x")[0] == 400
     assert ask(web_ui.url, "/halftune/upload/..%2Fx.jsonl", "PUT", "x")[0] in (400, 404)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from halftune.config.rules.files import DATA_ENDINGS
 from halftune.core.errors import ConfigError, HalftuneError
+from halftune_webui import archive
 from halftune_webui.hints import hints
 from halftune_webui.paths import inside, is_below
 from halftune_webui.settings import Settings
@@ -85,22 +87,48 @@ def is_data(name: str) -> bool:
 def upload_target(settings: Settings, name: str) -> Path:
     """Where an uploaded file goes: ``data/NAME`` in the working directory, numbered where that is taken.
 
+    An archive becomes a folder of its name without the ending.
+
     Raises:
-        ConfigError: it is no name of a data file.
+        ConfigError: it is no name of a data file or an archive.
     """
-    if "/" in name or "\0" in name or name.startswith(".") or len(os.fsencode(name)) > 200 or not is_data(name):
-        endings = ", ".join(DATA_ENDINGS)
+    known = is_data(name) or name.lower().endswith(archive.ENDING)
+    if "/" in name or "\0" in name or name.startswith(".") or len(os.fsencode(name)) > 200 or not known:
+        endings = ", ".join((*DATA_ENDINGS, archive.ENDING))
         what = "is not the name of a data file"
         raise ConfigError(what, where=name[:80], remedy=f"known endings: {endings}", code="data.unknown_file_type")
     folder = inside(settings.roots, str(settings.roots[0] / FOLDER))
+    name = name if is_data(name) else name[: -len(archive.ENDING)]
     stem, dot, ending = name.partition(".")
     tries = itertools.chain([name], (f"{stem}-{number}{dot}{ending}" for number in itertools.count(2)))
     return next(folder / one for one in tries if not os.path.lexists(folder / one))
 
 
+async def _received(settings: Settings, name: str, request: Request) -> tuple[Path, int]:
+    """Where the rows of an uploaded file are, and how many files of an archive were left out."""
+    from starlette.concurrency import run_in_threadpool
+
+    async def write(file: IO[bytes]) -> None:
+        async for part in request.stream():
+            await run_in_threadpool(file.write, part)
+
+    target = upload_target(settings, name)
+    target.parent.mkdir(exist_ok=True)
+    if not is_data(name):
+        with tempfile.TemporaryFile(dir=target.parent) as file:
+            await write(file)
+            return await run_in_threadpool(archive.unpack, file, target, is_data)
+    with target.open("xb") as file:
+        try:
+            await write(file)
+        except BaseException:
+            target.unlink()
+            raise
+    return target, 0
+
+
 def add_routes(outer: Starlette, settings: Settings) -> None:
     """Serves the listing, the uploads and the suggestions of the form. Who may ask is decided before."""
-    from starlette.concurrency import run_in_threadpool
     from starlette.requests import ClientDisconnect
     from starlette.responses import JSONResponse
 
@@ -110,20 +138,12 @@ def add_routes(outer: Starlette, settings: Settings) -> None:
     async def uploaded(request: Request) -> Response:
         name = str(request.path_params["name"])
         try:
-            target = upload_target(settings, name)
-            target.parent.mkdir(exist_ok=True)
-            with target.open("xb") as file:
-                try:
-                    async for part in request.stream():
-                        await run_in_threadpool(file.write, part)
-                except (OSError, ClientDisconnect):
-                    target.unlink()
-                    raise
+            path, left_out = await _received(settings, name, request)
         except OSError as error:
             return JSONResponse({"error": f"{name}: {error.strerror}"}, 507)
         except ClientDisconnect:
             return JSONResponse({"error": f"{name}: the upload was interrupted"}, 400)
-        return JSONResponse({"path": named(settings, target)})
+        return JSONResponse({"path": named(settings, path), "left_out": left_out})
 
     def suggested(request: Request) -> Response:
         return JSONResponse(hints(settings))

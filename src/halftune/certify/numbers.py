@@ -116,7 +116,8 @@ def _cached(model: Any, samples: list[torch.Tensor]) -> Line:
     """Compare the logits of the last token, computed from a cache of those before, with those of one pass."""
     ids = samples[0]
     expected = model(input_ids=ids, use_cache=False).logits[:, -1]
-    first = model(input_ids=ids[:, :-1], use_cache=True)
+    # the mask that generation passes: with it, Omni's positions start anew, not where another batch has left them
+    first = model(input_ids=ids[:, :-1], attention_mask=torch.ones_like(ids[:, :-1]), use_cache=True)
     cache = getattr(first, "past_key_values", None)
     if cache is None:
         return Line("generation", "note", "the class keeps no cache of keys and values")

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from halftune.core.errors import DataError
-from halftune.data.formats.conversation import TOO_LONG
+from halftune.data.formats.conversation import ONLY_TEXT, TOO_LONG
 from halftune.data.order.split import Efficiency
 from halftune.data.templates.features import NO_SYSTEM
 
@@ -209,6 +209,8 @@ def nothing_left(name: str, dropped: Mapping[str, Count]) -> DataError:
         remedy = MERGE
     if any(reason.startswith(TOO_LONG) for reason in dropped):
         remedy = "raise data.max_length (in tokens, chat template included)"
+    if any(reason.endswith(ONLY_TEXT) for reason in dropped):
+        remedy = "set data.images, data.audio or data.videos, and name a model that takes them"
     return DataError(f"no rows left to train on: {why}", where=name, remedy=remedy, code="data.nothing_left")
 
 

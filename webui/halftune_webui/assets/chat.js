@@ -96,7 +96,7 @@ async function attach(files) {
 async function part(one) {
   if (model.videos && (one.type.startsWith('video/') || (one.type === 'image/gif' && !model.images))) {
     if (one.size > FILM) throw new Error('large');
-    return {type: 'video_url', video_url: {url: await asUrl(one)}};
+    return {type: 'video_url', video_url: {url: await asUrl(one)}, name: one.name};
   }
   if (model.audio && !one.type.startsWith('image/')) return {type: 'input_audio', input_audio: {data: (await sound(one)).split(',')[1], format: 'wav'}};
   if (!model.images) throw new Error('kind');
@@ -138,6 +138,7 @@ function shown(one) {
   if (one.video_url) {
     const film = make('video', {src: one.video_url.url, controls: true, muted: true});
     film.setAttribute('aria-label', words.film);
+    film.addEventListener('error', () => film.replaceWith(make('span', {className: 'help', textContent: words.unplayed.replace('{name}', one.name || words.film)})));
     return film;
   }
   const player = make('audio', {src: `data:audio/wav;base64,${one.input_audio.data}`, controls: true});

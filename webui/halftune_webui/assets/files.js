@@ -14,7 +14,7 @@ function filePicker(use) {
   note.setAttribute('role', 'status');
   const choose = button(said.choose, () => { panel.hidden = !panel.hidden; choose.setAttribute('aria-expanded', String(!panel.hidden)); if (!panel.hidden) show(''); });
   choose.setAttribute('aria-expanded', 'false');
-  const taken = (path) => { panel.hidden = true; choose.setAttribute('aria-expanded', 'false'); note.textContent = said.taken.replace('{name}', path); use(path); };
+  const taken = (path, leftOut) => { panel.hidden = true; choose.setAttribute('aria-expanded', 'false'); note.textContent = said.taken.replace('{name}', path) + (leftOut ? ` ${said.left_out.replace('{n}', leftOut)}` : ''); use(path); };
 
   async function show(folder) {
     const answer = await fetch(`halftune/files?folder=${encodeURIComponent(folder)}`).then((one) => one.json());
@@ -42,7 +42,7 @@ function filePicker(use) {
     request.addEventListener('loadend', () => {
       let answer = {};
       try { answer = JSON.parse(request.responseText); } catch (error) { answer = {error: request.responseText || said.failed}; }
-      if (answer.path) taken(answer.path); else note.textContent = answer.error || said.failed;
+      if (answer.path) taken(answer.path, answer.left_out); else note.textContent = answer.error || said.failed;
       note.classList.toggle('problem', !answer.path);
     });
     request.send(file);
@@ -54,7 +54,8 @@ function filePicker(use) {
     if (!event.dataTransfer || ![...event.dataTransfer.types].includes('Files')) return;
     event.preventDefault();
     box.classList.toggle('over', name === 'dragover');
-    if (name === 'drop') upload(event.dataTransfer.files[0]);
+    if (name !== 'drop') return;
+    if (event.dataTransfer.files.length === 1) upload(event.dataTransfer.files[0]); else note.textContent = said.one;
   });
   const bar = make('div', 'bar');
   bar.append(choose, button(said.upload, () => input.click()), input, note);

@@ -106,6 +106,9 @@ class BadRow(Exception):
         return self.args[3]
 
 
+ONLY_TEXT = "this run trains only text"  # end of the reason to drop a row with media
+
+
 class RowDropped(Exception):
     """A well-formed row without anything to train on: it is dropped and counted under this reason."""
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from halftune.data.formats.conversation import RowDropped, RowError
+from halftune.data.formats.conversation import ONLY_TEXT, RowDropped, RowError
 
 DEEPEST = 100  # levels of nesting; conversations have about ten
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -221,7 +221,7 @@ def refuse_media(row: Mapping[str, Any]) -> None:
     """Raise RowDropped if the row has images, audio or video: only text is trained."""
     for column in () if _MEDIA.isdisjoint(row) else MEDIA_COLUMNS:
         if row.get(column):
-            raise RowDropped(f"row with {column}: only text is supported")
+            raise RowDropped(f"row with {column}: {ONLY_TEXT}")
 
 
 def _kind(value: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from halftune.core.table import did_you_mean
 from halftune.data.formats import fields
-from halftune.data.formats.conversation import DEVELOPER, Conversation, RowDropped, RowError
+from halftune.data.formats.conversation import DEVELOPER, ONLY_TEXT, Conversation, RowDropped, RowError
 
 ROLES = {
     "system": "system",
@@ -174,7 +174,7 @@ def _part(part: Any, where: str) -> tuple[str, Any]:
         raise RowError(f"{where}: content part: expected text or an object")
     kind = str(part.get("type", "text"))
     if kind in MEDIA_PARTS:
-        raise RowDropped(f"row with {kind} parts: only text is supported")
+        raise RowDropped(f"row with {kind} parts: {ONLY_TEXT}")
     if kind not in PARTS:
         raise RowError(f"{where}: unknown part {kind!r}", did_you_mean(kind, PARTS))
     key = next((key for key in ("text", "value", kind) if part.get(key) is not None), None)

@@ -2,5 +2,5 @@
 
 In: the path of a file.
 Out: `FileRows`: dicts, in memory or read again on each pass.
-Imported by: `data.preflight`, `data.sources`, `data.stream`.
+Imported by: `data.preflight`, `data.sources`, `data.stream`, `halftune_webui`.
 """
