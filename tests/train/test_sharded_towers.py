@@ -41,8 +41,8 @@ TEXT = tiny_images.asked("What is red?")
 KINDS = dict.fromkeys((*tiny_images.KINDS, *tiny_audio.KINDS))
 
 
-def written(folder: Path, kind: str) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """A model, a row of each kind of media that its type is trained on, and the keys of ``data`` for them."""
+def written(folder: Path, kind: str) -> dict[str, dict[str, Any]]:
+    """Writes a model; returns a row of each kind of media that its type is trained on, by the key of ``data``."""
     rows = {}
     if kind in tiny_audio.KINDS:
         tiny_audio.audio_model(folder / "model", kind)
@@ -57,14 +57,22 @@ def written(folder: Path, kind: str) -> tuple[dict[str, dict[str, Any]], dict[st
         tiny_video.with_video(folder / "model", kind)
         tiny_video.write_rows(folder, [MOVING])
         rows["videos"] = MOVING
-    return rows, {**dict.fromkeys(rows, True), **(tiny_video.PIXELS if "videos" in rows else {})}
+    return rows
 
 
-def parts_of(folder: Path, used: dict[str, Any], mode: str = "full") -> dict[str, str]:
-    """``model.train`` with all parts that the media of a run use."""
-    found = tower_parts(read_model_facts(ModelSection(name_or_path=str(folder / "model"))))
-    needs = {"vision": {"images", "videos"}, "audio": {"audio"}, "projector": set(used)}
-    return {part: mode for part, of in needs.items() if part in found and of & used.keys()}
+def keys_of(rows: dict[str, Any]) -> dict[str, Any]:
+    """The keys of ``data`` for these kinds of media."""
+    return {**dict.fromkeys(rows, True), **(tiny_video.PIXELS if "videos" in rows else {})}
+
+
+def section(folder: Path, rows: dict[str, Any], mode: str) -> dict[str, Any]:
+    """``model``, of which the projector is trained, or all parts that these media use are ``full`` or ``lora``."""
+    model = {"name_or_path": str(folder / "model")}
+    if mode == "projector":
+        return {**model, "train": {"projector": "full"}}
+    found = tower_parts(read_model_facts(ModelSection.model_validate(model)))
+    needs = {"vision": {"images", "videos"}, "audio": {"audio"}, "projector": set(rows)}
+    return {**model, "train": {part: mode for part, of in needs.items() if part in found and of & rows.keys()}}
 
 
 def as_file(folder: Path, rows: list[dict[str, Any]]) -> Path:
@@ -85,12 +93,13 @@ def _note(called: list[int], index: int, _layer: Any, _args: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_pass_calls_all_towers_and_absent_media_change_nothing(kind: str, tmp_path: Path) -> None:
-    rows, data = written(tmp_path, kind)
-    section = {"name_or_path": str(tmp_path / "model"), "train": parts_of(tmp_path, rows)}
-    file = as_file(tmp_path, [*rows.values(), TEXT])
-    loaded, plan = media_recipe(tmp_path, file, data, adapter="none", model=section)
+    rows = written(tmp_path, kind)
+    file, seeing = as_file(tmp_path, [*rows.values(), TEXT]), section(tmp_path, rows, "full")
+    training = {"output_dir": str(tmp_path / "run"), "per_device_train_batch_size": len(rows) + 1}
+    loaded, plan = media_recipe(tmp_path, file, keys_of(rows), adapter="none", model=seeing, training=training)
     feed, images = fed(loaded, plan)
     batches = [feed.micro_batches([row])[0] for row in feed.rows(0)]
+    batches += feed.micro_batches(feed.rows(0))  # all kinds at once
     model = attached(loaded, replace(plan, distribution=Choice("fsdp2", "")))
     alone = [gradients(model, batch) for batch in batches]
     tokenizer = load_tokenizer(loaded.run.model)
@@ -112,47 +121,53 @@ def test_each_pass_calls_all_towers_and_absent_media_change_nothing(kind: str, t
         calls.append(called.copy())
         called.clear()
         without.append({name for name in named if found[name] is None})
-    assert len(calls) == len(rows) + 1
+    assert len(calls) == len(rows) + 2
     assert all(one == calls[0] for one in calls)
     assert set(calls[0]) == set(range(len(layers)))
     assert all(one == without[0] for one in without), "what processes reduce together"
 
 
 MORE = {"llava": {"vision_feature_layer": -2}}  # no output depends on the last layer
-FULL = {"adapter": "none"}
-# kind, part of the rows, what is trained of the towers, changes of the recipe
+FULL, LORA = {"adapter": "none"}, {"adapter": {"type": "lora", "rank": 2}}
+CHECKPOINTS = {"training": {"gradient_checkpointing": True}}
+# kind, media, what is trained of the towers, changes of the recipe
 CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "full": ("qwen2_5_vl", "images", "full", {**FULL, "data": {"packing": True, "max_length": 128}}),
-    "lora": ("qwen2_5_omni_thinker", "audio images videos", "projector", {}),
+    "lora": ("qwen2_5_omni_thinker", "audio images videos", "projector", LORA),
     "all in full": ("qwen3_omni_moe_thinker", "audio images", "full", FULL),
-    "all by lora": ("qwen3_vl", "images videos", "lora", {}),
+    "all by lora": ("qwen3_vl", "images videos", "lora", LORA),
     "sounds last": ("gemma4", "audio images", "full", FULL),
     "unread layer": ("llava", "images", "full", FULL),
-    "frozen": ("qwen2_5_omni_thinker", "audio images videos", "", {}),
+    "frozen": ("qwen2_5_omni_thinker", "audio images videos", "frozen", LORA),
     "sounds": ("qwen2_audio", "audio", "full", FULL),
-    "checkpointing": ("qwen2_5_vl", "images videos", "full", {**FULL, "training": {"gradient_checkpointing": True}}),
+    "checkpointing": ("qwen2_5_vl", "images videos", "full", {**FULL, **CHECKPOINTS}),
+    "pairs": ("qwen3_vl", "images videos", "lora", {**LORA, "method": "dpo"}),
+    "other modules": ("qwen2_5_vl", "images", "lora", {**LORA, "distributed": {"fsdp": {"wrap": ["Qwen2_5_VLMLP"]}}}),
 }
 
 
-def run(folder: Path, case: str, name: str, processes: int, steps: int = 4) -> Any:
+def as_pair(row: dict[str, Any]) -> dict[str, Any]:
+    turns = row["messages"]
+    others = {"prompt": turns[0]["content"], "chosen": turns[1]["content"], "rejected": "A blue circle."}
+    return {**{name: value for name, value in row.items() if name != "messages"}, **others}
+
+
+def run(folder: Path, case: str, rows: dict[str, Any], name: str, processes: int, steps: int = 4) -> Any:
     """A recipe of a case and its plan: four rows a step, at most one of a kind with media."""
-    _, used, mode, changes = CASES[case]
-    rows, data = json.loads((folder / "kept.json").read_text())
-    media = {one: rows[one] for one in used.split()}
-    chosen = parts_of(folder, media, mode) if mode not in ("", "projector") else {"projector": "full"} if mode else {}
-    as_file(folder, [*media.values(), *[TEXT] * (4 - len(media))])
-    loaded, _ = media_recipe(
-        folder, folder / "rows.jsonl", {**{key: one for key, one in data.items() if key in media or key not in rows},
-        "eval": str(folder / "rows.jsonl"), **changes.get("data", {})},
-        model={"name_or_path": str(folder / "model"), "train": chosen},
-        adapter=changes.get("adapter", {"type": "lora", "rank": 2}),
-        training={
-            "output_dir": str(folder / name), "max_steps": steps, "per_device_train_batch_size": 2 // processes,
-            "gradient_accumulation_steps": 2, "eval_steps": 2, "save_steps": 2, "learning_rate": 0.01,
-            "lr_scheduler_type": "constant", "weight_decay": 0.1, "adam_epsilon": 1e-3, **changes.get("training", {}),
-        },
-        distributed={"strategy": "fsdp2" if processes > 1 else "auto", "num_processes": processes},
-    )  # fmt: skip
+    mode, changes = CASES[case][2:]
+    lines = [*rows.values(), *[TEXT] * (4 - len(rows))]
+    file = as_file(folder, [as_pair(row) for row in lines] if "method" in changes else lines)
+    training = {
+        "output_dir": str(folder / name), "max_steps": steps, "per_device_train_batch_size": 2 // processes,
+        "gradient_accumulation_steps": 2, "eval_steps": 2, "save_steps": 2, "learning_rate": 0.01,
+        "lr_scheduler_type": "constant", "weight_decay": 0.1, "adam_epsilon": 1e-3, **changes.get("training", {}),
+    }  # fmt: skip
+    shared = {**changes.get("distributed", {}), "strategy": "fsdp2"} if processes > 1 else {}
+    own = {
+        "data": {"eval": str(file), **changes.get("data", {})}, "model": section(folder, rows, mode),
+        "training": training, "distributed": {**shared, "num_processes": processes},
+    }  # fmt: skip
+    loaded, _ = media_recipe(folder, file, keys_of(rows), **{**changes, **own})
     return loaded, resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model), world_size=processes)
 
 
@@ -161,11 +176,13 @@ def run(folder: Path, case: str, name: str, processes: int, steps: int = 4) -> A
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_train_sharded_towers_as_one(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HALFTUNE_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "kept.json").write_text(json.dumps(written(tmp_path, CASES[case][0])))
-    shared = [run(tmp_path, case, "two", 2), run(tmp_path, case, "rest", 2, steps=2), run(tmp_path, case, "rest", 2)]
+    kind, media = CASES[case][:2]
+    rows = {name: row for name, row in written(tmp_path, kind).items() if name in media.split()}
+    made = partial(run, tmp_path, case, rows)
+    shared = [made("two", 2), made("rest", 2, steps=2), made("rest", 2)]
     assert all(plan.distribution.value == "fsdp2" for _, plan in shared)
     assert in_processes(2, train_all(shared)) == [0, 0]
-    assert in_processes(1, train_all([run(tmp_path, case, "one", 1)])) == [0]
+    assert in_processes(1, train_all([made("one", 1)])) == [0]
     for name, limit in {"loss": 1e-5, "eval_loss": 1e-5, "grad_norm": 1e-4}.items():
         assert apart(curve(tmp_path / "two", name), curve(tmp_path / "one", name)) < limit
     finals = {
@@ -178,10 +195,10 @@ def test_two_processes_train_sharded_towers_as_one(case: str, tmp_path: Path, mo
 
 
 def test_an_encoder_that_skips_layers_at_random_is_not_sharded(tmp_path: Path) -> None:
-    _, data = written(tmp_path, "qwen2_audio")
+    written(tmp_path, "qwen2_audio")
     file = tmp_path / "model" / "config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps({**config, "audio_config": {**config["audio_config"], "encoder_layerdrop": 0.1}}))
     with pytest.raises(PlanError) as error:
-        media_recipe(tmp_path, as_file(tmp_path, [HEARD]), data, distributed={"strategy": "fsdp2"})
+        media_recipe(tmp_path, as_file(tmp_path, [HEARD]), {"audio": True}, distributed={"strategy": "fsdp2"})
     assert error.value.code == "plan.strategy_unavailable"

@@ -101,8 +101,8 @@ class _Absent:
 
     def begin(self, _model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Call the first tower, if the batch has no media of it."""
-        given = kwargs.get("use_cache") or kwargs.get("inputs_embeds") is not None
-        absent = [] if given else [kind for kind in self.prompts if kwargs.get(_INPUTS[kind]) is None]
+        answers = kwargs.get("use_cache")
+        absent = [kind for kind in self.prompts if not answers and kwargs.get(_INPUTS[kind]) is None]
         self.empty = [one for kind in absent if kind in self.early for one in self._called(kind)]
         self.waiting = [kind for kind in absent if kind not in self.early]
 
