@@ -31,14 +31,18 @@ ANSWER = {"role": "assistant", "content": "A red square."}
 
 def video_model(folder: Path, kind: str) -> Path:
     """Writes a random fp32 model of a type of ``KINDS``, with its tokenizer, chat template and processors."""
-    image_model(folder, kind)
+    return with_video(image_model(folder, kind), kind)
+
+
+def with_video(folder: Path, kind: str) -> Path:
+    """Gives a model that sees images a video processor and a chat template with videos."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     written = "<|vision_start|><|video_pad|><|vision_end|>"
     if kind.startswith("glm"):
         tokenizer.add_special_tokens({"additional_special_tokens": list(_GLM)})
         written = "<|begin_of_video|><|video|><|end_of_video|>"
-    image = "{% if p.type == 'image' %}"
-    video = f"{{% if p.type == 'video' %}}{written}{{% elif p.type == 'image' %}}"
+    image = "if p.type == 'image' %}"
+    video = f"if p.type == 'video' %}}{written}{{% elif {image[3:]}"
     tokenizer.chat_template = tokenizer.chat_template.replace(image, video)
     tokenizer.save_pretrained(folder)
     given = json.loads((folder / "preprocessor_config.json").read_text())

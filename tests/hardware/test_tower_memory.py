@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2_5OmniThi
 from halftune.config.facts.model import ModelFacts, facts_from_config, read_model_facts
 from halftune.config.run import RunConfig
 from halftune.hardware.catalogue import lookup
-from halftune.hardware.tower_memory import patches_per_token, tower_memory
+from halftune.hardware.tower_memory import patches_per_token, tower_memory, tower_weights
 from halftune.plan import resolve
 
 BASE = {
@@ -170,6 +170,18 @@ def test_the_plan_counts_towers_of_runs_with_images() -> None:
     assert trained.optimizer > seeing.optimizer
     without = tower_memory(replace(facts, tower_tensors=()), 10, 4, ("image",), mode="full", checkpointing=False)
     assert without.peak == without.held == 0
+
+
+def test_fsdp2_gathers_two_layers_of_a_tower_at_a_time() -> None:
+    facts = facts_of("qwen2_5_vl")
+    layer = sum(one.size for one in facts.tower_tensors if one.name.startswith("model.visual.blocks.*."))
+    assert tower_weights(facts, 4) == -(-facts.tower_parameters // 4) + facts.tower_parameters - 3 * layer
+    assert tower_weights(facts, 4, offload=True) == facts.tower_parameters - 3 * layer
+    assert tower_weights(facts, 4, offload=True, regather=False) == tower_weights(facts, 1) == facts.tower_parameters
+    facts, shared = read_model_facts(config().model), {"distributed": {"strategy": "fsdp2", "num_processes": 4}}
+    text = {"data": {"train": "builtin:python-docs", "images": False}}
+    seeing, plain = (resolve(config(**shared, **more), lookup("a100"), facts, world_size=4) for more in ({}, text))
+    assert seeing.memory.weights - plain.memory.weights == 2 * tower_weights(facts, 4)
 
 
 def test_a_frozen_tower_and_the_language_model_do_not_peak_together() -> None:

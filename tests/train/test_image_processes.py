@@ -24,8 +24,11 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "lora": ({"data": {"cache_features": True}}, ("ddp",)),
     "lora packed": ({"data": {"packing": True, "max_length": 128, "cache_features": False}}, ("fsdp2",)),
     "full": ({"adapter": {"type": "none"}, "data": {"cache_features": False}}, ("ddp", "fsdp2")),
-    "towers": ({"model": {"train": TOWERS}}, ("ddp",)),
-    "towers in full": ({"model": {"train": dict.fromkeys(TOWERS, "full")}, "adapter": {"type": "none"}}, ("ddp",)),
+    "towers": ({"model": {"train": TOWERS}}, ("ddp", "fsdp2")),
+    "towers in full": (
+        {"model": {"train": dict.fromkeys(TOWERS, "full")}, "adapter": {"type": "none"}},
+        ("ddp", "fsdp2"),
+    ),
 }
 
 

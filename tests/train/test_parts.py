@@ -193,7 +193,6 @@ REFUSED: dict[str, tuple[str, dict[str, str], dict[str, Any], str]] = {
     "layers of a frozen part": (
         "none", FROZEN_LANGUAGE, {"adapter": {"type": "none", "train_layers": 1}}, "model.train.language",
     ),
-    "sharding": ("none", FULL, {"distributed": {"strategy": "fsdp2"}}, "distributed.strategy"),
 }  # fmt: skip
 
 

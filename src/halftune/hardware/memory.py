@@ -157,17 +157,18 @@ def estimate(work: Workload, facts: ModelFacts) -> Estimate:
         weights += work.trained * (work.trainable - work.storage)
     gradients = work.trained * work.trainable
     moments = work.optimizer_state
-    activations, logits = _activations(work, facts), _logits(work, facts)
+    activations, logits, towers = _activations(work, facts), _logits(work, facts), 0
     if work.towers:
-        from halftune.hardware.tower_memory import tower_memory  # few runs have images
+        from halftune.hardware.tower_memory import tower_memory, tower_weights  # few runs have images
 
+        shards = work.processes if work.strategy == "fsdp2" else 1
+        towers = tower_weights(facts, shards, offload=work.offload, regather=work.regather) * work.storage
         tower = tower_memory(
             facts, work.tokens, work.compute, work.media, mode=work.towers, checkpointing=work.checkpointing
         )
         activations = max(activations + tower.held, tower.peak - logits)  # not at the same time
     if work.strategy == "fsdp2":
         weights, gradients, moments = _sharded(work, facts, weights, gradients, moments)
-    towers = facts.tower_parameters * work.storage if work.towers else 0  # fsdp2 gathers them whole
     weights += work.teacher + towers
     overlap = min(gradients, activations + logits) if work.accumulation == 1 and work.strategy == "single" else 0
     rest = weights + gradients + moments + activations + logits - overlap

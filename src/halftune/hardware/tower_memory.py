@@ -62,6 +62,24 @@ def unread_layers(facts: ModelFacts) -> int:
     return max(0, -layer - 1) if isinstance(layer, int) else 0
 
 
+def tower_weights(facts: ModelFacts, shards: int, *, offload: bool = False, regather: bool = True) -> int:
+    """Number of weights of towers on one device; under fsdp2 its shard, and what is gathered at a time.
+
+    That is two layers (prefetch), and what lies around the layers, for the whole step.
+
+    Args:
+        facts: the model.
+        shards: processes that share the weights; 1: each has all.
+        offload: whether shards are in main memory.
+        regather: whether layers are resharded after forward.
+    """
+    if shards == 1:
+        return facts.tower_parameters
+    layers = [one for one in facts.tower_tensors if one.layers and part_of(one.name) != "projector"]
+    freed = sum(one.size * max(0, one.count - 2) for one in layers) if regather else 0
+    return (0 if offload else -(-facts.tower_parameters // shards)) + facts.tower_parameters - freed
+
+
 def tower_memory(
     facts: ModelFacts, tokens: int, compute: int, kinds: Sequence[str], *, mode: str, checkpointing: bool
 ) -> TowerMemory:

@@ -101,6 +101,8 @@ def cannot_shard(config: RunConfig, hardware: Hardware, facts: ModelFacts) -> st
         return f"fsdp2 does not shard a model with adapter: {adapter.type}"
     if isinstance(adapter, NoAdapter) and adapter.is_partial:
         return "fsdp2 does not shard a model of which some parameters are trained in full"
+    if config.data.audio and ((facts.raw or {}).get("audio_config") or {}).get("encoder_layerdrop"):
+        return "fsdp2 does not shard an audio encoder that skips layers at random (encoder_layerdrop)"
     if reason := OPTIMIZERS[config.training.optim].cannot_shard:
         return f"{config.training.optim} {reason}"
     return ""

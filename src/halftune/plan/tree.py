@@ -180,7 +180,7 @@ class ParallelPlan:
         machines: that train together.
         param, reduce, buffer: dtypes in which weights are gathered, gradients are summed over processes, and buffers
             are kept.
-        wrap: class names of the modules that fsdp2 gathers one after the other; empty for the decoder layers.
+        wrap: class names of the modules that fsdp2 gathers one after the other; empty for the layers.
         reshard, offload: fsdp2's choices.
         sync_each: under fsdp2, whether gradients are summed after every forward pass of a step, not once a step.
         gather_once: under fsdp2, whether the weights stay gathered while the model answers prompts; None if it does

@@ -223,9 +223,9 @@ def place_model(
         keep_freed_memory()
     if config.training.torch_compile:
         from halftune.model.compiled import compile_layers
-        from halftune.train.parallel.fsdp2 import modules_to_wrap
+        from halftune.train.parallel.fsdp2 import decoder_layers
 
-        compile_layers(modules_to_wrap(model, ()))
+        compile_layers(decoder_layers(model))
     return strategy, model, strategy.wrap(model, lazy)
 
 
@@ -300,6 +300,10 @@ def feed_of(
         DataError: an image is damaged, or changed since it was tokenised.
     """
     feed = make_feed(config, plan, accelerator, data, model, tokenizer)
+    if feed.images is not None and plan.distribution.value == "fsdp2":
+        from halftune.train.batches.absent_media import call_all_towers  # few runs have images
+
+        call_all_towers(model, feed.images, tokenizer, data, accelerator.device)
     if feed.images is None or plan.features is None or not plan.features.value:
         return feed
     from halftune.train.batches.features import with_features  # few runs have images

@@ -33,7 +33,7 @@ class FsdpSection(Section):
     """Options of `strategy: fsdp2`."""
 
     wrap: Annotated[tuple[str, ...], LISTED] = ()
-    """Class names of the modules to shard as units; by default the decoder layers."""
+    """Class names of the modules to shard as units; by default the layers of the decoder and of towers."""
 
     reshard_after_forward: Flag = True
     """Free a layer's gathered weights after its forward pass and gather them again for backward: less memory, 1.5 times

@@ -58,7 +58,7 @@ def attach(model: PreTrainedModel, adapter: LoraAdapter, plan: Plan, seed: int) 
     if towers_of(model) is not None:
         from halftune.model.load.parts import keep_in_graph  # few models have towers
 
-        keep_in_graph(adapted)
+        keep_in_graph(adapted, plan)
     return adapted
 
 

@@ -38,7 +38,7 @@ def attach(model: PreTrainedModel, adapter: NoAdapter, plan: Plan, seed: int) ->
         parameter.requires_grad_(train)
     if storage != trainable:
         _cast_embeddings(model, storage)
-    keep_in_graph(model)
+    keep_in_graph(model, plan)
     own = dict(model.named_parameters())
     release(model, lambda name: own[name].requires_grad)
     return model

@@ -134,14 +134,19 @@ class _InGraph:
         return output + nothing.to(output)
 
 
-def keep_in_graph(model: nn.Module) -> None:
-    """Give every trained weight of a tower a gradient in each backward pass."""
+def keep_in_graph(model: nn.Module, plan: Plan) -> None:
+    """Give every trained weight of a tower a gradient in each backward pass; fsdp2 does so itself."""
+    if plan.distribution.value != "fsdp2" and (trained := trained_in_towers(model)):
+        base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+        base.get_input_embeddings().register_forward_hook(_InGraph(trained))
+
+
+def trained_in_towers(model: nn.Module) -> list[nn.Parameter]:
+    """The trained weights of towers."""
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     if (towers := towers_of(base)) is None:
-        return
-    trained = [one for name, one in base.named_parameters() if one.requires_grad and towers.contain(plain_name(name))]
-    if trained:
-        base.get_input_embeddings().register_forward_hook(_InGraph(trained))
+        return []
+    return [one for name, one in base.named_parameters() if one.requires_grad and towers.contain(plain_name(name))]
 
 
 def set_part_rates(optimizer: Optimizer, model: nn.Module, training: TrainingSection) -> None:

@@ -38,7 +38,7 @@ def _check_family(config: RunConfig, facts: ModelFacts) -> None:
 
 
 def with_media(request: Request) -> Request:
-    """Pack only where image tokens allow it, and keep trained towers whole on each device.
+    """Pack only where image tokens allow it, and keep a model that answers whole on each device.
 
     Raises:
         PlanError: the model type, the method, packing or sharding is not supported with images.
@@ -53,12 +53,6 @@ def with_media(request: Request) -> Request:
     if isinstance(config.method, GrpoMethod):
         _check_rollouts(config, config.method)
     packing = _packing(config, facts)
-    asked, train = config.distributed.strategy, config.model.train
-    trained = {train.vision, train.audio, train.projector} != {"frozen"}
-    if asked not in ("auto", "ddp", *(() if trained else ("fsdp2",))):
-        what = f"strategy: {asked} is not supported with {'trained towers' if trained else 'images, videos or audio'}"
-        remedy = "set distributed.strategy: ddp"
-        raise PlanError(what, where="distributed.strategy", remedy=remedy, code="plan.images_unsupported")
     attention = config.attention
     if _two_way(facts) and attention.backend not in ("auto", "sdpa", "eager"):
         what = f"attention: {attention.backend} has no mask, which image tokens of {facts.model_type} need"
@@ -68,7 +62,7 @@ def with_media(request: Request) -> Request:
         attention = attention.model_copy(update={"backend": "sdpa"})
     data = config.data.model_copy(update={"packing": packing})
     changes = {"data": data, "attention": attention}
-    if trained or isinstance(config.method, GrpoMethod):
+    if isinstance(config.method, GrpoMethod):
         changes["distributed"] = config.distributed.model_copy(update={"strategy": "ddp"})
     return replace(request, config=config.model_copy(update=changes))
 

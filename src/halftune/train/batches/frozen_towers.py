@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +38,7 @@ _DROPOUT = ("p", "attention_dropout", "activation_dropout", "dropout", "layerdro
 
 
 class _Reached(Exception):
-    """The decoder was called with the embeddings ``args[0]``."""
+    """The decoder was called with the keyword arguments ``args[0]``."""
 
 
 @dataclass(frozen=True)
@@ -72,15 +73,9 @@ class FrozenTowers:
         """
         device, ids = self._device(), torch.full((1, count), token)
         whole = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.arange(count)[None]}
-        found = torch.empty(0)
-        hook = self.model.get_decoder().register_forward_pre_hook(_stop, with_kwargs=True)
-        try:
-            with torch.no_grad(), autocast(self.plan.precision, device):
-                self.model(**{name: one.to(device) for name, one in (whole | inputs).items()}, use_cache=False)
-        except _Reached as reached:
-            found = reached.args[0][0]
-        finally:
-            hook.remove()
+        given = {name: one.to(device) for name, one in (whole | inputs).items()}
+        with torch.no_grad(), autocast(self.plan.precision, device):
+            found = decoder_arguments(self.model, partial(self.model, **given, use_cache=False))["inputs_embeds"][0]
         narrow = found.to(torch_dtype(self.plan.precision.compute.value))
         return _kept({_HEARD: narrow if torch.equal(narrow.to(found.dtype), found) else found}, inputs)
 
@@ -149,8 +144,25 @@ class FrozenTowers:
         self.model.get_decoder().register_forward_pre_hook(place, with_kwargs=True)
 
 
+def decoder_arguments(model: Any, forward: Callable[[], Any]) -> dict[str, Any]:
+    """The keyword arguments that a forward pass calls the decoder with: the pass ends there.
+
+    Args:
+        model: a transformers model.
+        forward: the pass.
+    """
+    hook = model.get_decoder().register_forward_pre_hook(_stop, with_kwargs=True, prepend=True)
+    try:
+        forward()
+    except _Reached as reached:
+        return reached.args[0]
+    finally:
+        hook.remove()
+    raise AssertionError("the forward pass calls no decoder")
+
+
 def _stop(_decoder: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
-    raise _Reached(kwargs["inputs_embeds"])
+    raise _Reached(kwargs)
 
 
 def _kept(features: dict[str, Tensor], inputs: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -16,10 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from halftune.config.facts.media import part_of
 from halftune.core.errors import PlanError
 from halftune.core.log import get_logger
 from halftune.core.table import did_you_mean
 from halftune.model.load.lazy_weights import CPU, LazyWeights
+from halftune.model.load.parts import trained_in_towers
+from halftune.model.load.towers import towers_of
 from halftune.plan import ParallelPlan
 from halftune.precision.dtypes import mark_kept, stays_fp32, torch_dtype
 from halftune.train.parallel.barrier import barrier
@@ -46,7 +49,7 @@ class Fsdp2(Strategy):
             show(model, modules_to_wrap(model, self.plan.parallel.wrap), lazy)
 
     def wrap(self, model: nn.Module, lazy: LazyWeights | None = None) -> nn.Module:
-        """Shards ``model`` in place: its decoder layers (or ``wrap``) one by one, then all that is left.
+        """Shards ``model`` in place: layers of towers and decoder (or ``wrap``) one by one, then all that is left.
 
         Raises:
             PlanError: a layer's trained weights have several dtypes, or there is no module to wrap.
@@ -63,7 +66,7 @@ class Fsdp2(Strategy):
             self._shard(layer, mesh, parallel, reshard=parallel.reshard)
         # generation calls the model below an adapter, so that one is the root whose forward pass gathers what is left
         root = model.get_base_model() if isinstance(model, PeftModel) else model
-        prefetch(layers)
+        prefetch(layers, idle_in_towers(root))
         self._shard(root, mesh, parallel, reshard=None)
         assert isinstance(root, FSDPModule), "fully_shard has made it one"
         self.root, self.syncing = root, True
@@ -72,7 +75,9 @@ class Fsdp2(Strategy):
             fill(model, lazy, CPU if parallel.offload else device)
         for name in kept:  # sharding makes new parameters
             mark_kept(model.get_parameter(name))
-        log.info("fsdp2: %d modules (%s) in %d shards", len(layers), type(layers[0]).__name__, mesh.size())
+        self.in_towers = trained_in_towers(model)
+        kinds = ", ".join(dict.fromkeys(type(layer).__name__ for layer in layers))
+        log.info("fsdp2: %d modules (%s) in %d shards", len(layers), kinds, mesh.size())
         return model
 
     def _shard(self, module: nn.Module, mesh: DeviceMesh, parallel: ParallelPlan, *, reshard: bool | None) -> None:
@@ -104,6 +109,9 @@ class Fsdp2(Strategy):
             self.syncing = sync
             self.root.set_requires_gradient_sync(sync)
         yield
+        for weight in self.in_towers if last else ():
+            if weight.grad is None:  # no output depends on it: the last layer of LLaVA's tower
+                weight.grad = torch.zeros_like(weight)
 
     def total_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """See :class:`Strategy`."""
@@ -165,16 +173,18 @@ class Fsdp2(Strategy):
             yield name, whole
 
 
-def prefetch(layers: Sequence[nn.Module]) -> None:
+def prefetch(layers: Sequence[nn.Module], idle: Container[object] = ()) -> None:
     """Gather the next layer while one computes, in both directions; by itself, torch does so when a layer is reached.
 
     Args:
         layers: sharded modules in the order of the forward pass; a layer's own groups are gathered with it.
+        idle: those that have no backward pass.
     """
     groups = [_groups(layer) for layer in layers]
     for before, after in pairwise(groups):
         before[0].set_modules_to_forward_prefetch(after)
-        after[0].set_modules_to_backward_prefetch(before[::-1])  # the backward pass comes to the last one first
+        # The backward pass comes to the last one first. Without any, torch gathers what was computed before.
+        after[0].set_modules_to_backward_prefetch(after[:1] if before[0] in idle else before[::-1])
 
 
 def _groups(layer: nn.Module) -> list[FSDPModule]:
@@ -194,13 +204,16 @@ def reshard(model: nn.Module) -> None:
 
 
 def modules_to_wrap(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """The modules that are gathered one after the other: those of the classes named, or the decoder layers.
+    """The modules that are gathered one after the other: those of the classes named, or the layers.
+
+    Those of towers come first, as in the forward pass.
 
     Raises:
         PlanError: there is no such module.
     """
     if not names:
-        return _decoder_layers(model)
+        lists = _lists_of_layers(model)
+        return [*chain.from_iterable(lists[name] for name in sorted(lists, key=lambda name: not name))]
     every = [(type(module).__name__, module) for module in model.modules()]
     for name in names:
         if name not in (classes := dict(every)):
@@ -209,13 +222,36 @@ def modules_to_wrap(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     return [module for name, module in every if name in names]
 
 
-def _decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The modules of the list that holds the most weights."""
-    listed = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
-    if not listed:
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of the language model.
+
+    Raises:
+        PlanError: there are none.
+    """
+    return list(_lists_of_layers(model)[""])
+
+
+def _lists_of_layers(model: nn.Module) -> dict[str, nn.ModuleList]:
+    """Of each tower, by its name, and of the language model (""), the list of modules that holds the most weights."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    towers = towers_of(base)
+    found: dict[str, nn.ModuleList] = {}
+    for name, module in base.named_modules():
+        root = next((one for one in towers.roots if name.startswith(f"{one}.")), "") if towers else ""
+        if isinstance(module, nn.ModuleList) and len(module) and not (root and part_of(name) == "projector"):
+            found[root] = max(found.get(root, module), module, key=lambda one: sum(map(torch.numel, one.parameters())))
+    if "" not in found:
         what = "the model has no list of layers"
         raise PlanError(what, remedy="name their class in distributed.fsdp.wrap", code="plan.bad_wrap")
-    return list(max(listed, key=lambda one: sum(map(torch.numel, one.parameters()))))
+    return found
+
+
+def idle_in_towers(model: nn.Module) -> set[nn.Module]:
+    """The modules of towers of which nothing is trained."""
+    if (towers := towers_of(model)) is None:
+        return set()
+    inside = (module for name, module in model.named_modules() if towers.contain(name))
+    return {module for module in inside if not any(one.requires_grad for one in module.parameters())}
 
 
 def linear_layers(module: nn.Module, *, float8: bool = False) -> list[nn.Module]:
