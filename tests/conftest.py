@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import gc
+import importlib
 import importlib.metadata
 import logging
 import os
@@ -39,6 +40,25 @@ def _own_caches() -> None:
         os.environ.setdefault(name, str(folder / name.lower()))
 
 
+def _torchvision_of(folder: str) -> None:
+    """Import torchvision from a folder, also where its extension was built for another torch.
+
+    No test calls an operator of it.
+    """
+    sys.path.append(folder)
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError:
+        from torch.library import Library
+
+        library = Library("torchvision", "FRAGMENT")
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        vars(importlib.import_module("torchvision"))["_of_tests"] = library  # it lives as long
+
+
+if folder := os.environ.get("HALFTUNE_TORCHVISION"):
+    _torchvision_of(folder)  # before transformers is imported, which looks for it once
 _own_caches()  # before packages are imported that read these; processes of -n inherit them
 
 # Each test draws its random numbers from this seed and its own name, alone or among others. "fresh" takes a new one.

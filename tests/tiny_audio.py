@@ -85,10 +85,13 @@ OTHER = {
 }  # fmt: skip
 
 
-def audio_model(folder: Path, kind: str) -> Path:
-    """Writes a random fp32 model of a type of ``KINDS``, with its tokenizer, chat template and processor."""
+def audio_model(folder: Path, kind: str, *, images: bool = False) -> Path:
+    """Writes a random fp32 model of a type of ``KINDS``, with its tokenizer, chat template and processor.
+
+    ``images``: it also sees.
+    """
     extractor = {**EXTRACTOR, **OTHER.get(kind, {})}
-    if kind in MODELS:
+    if kind in MODELS and not images:
         _without_images(folder, kind)
     else:
         image_model(folder, kind, **({"audio_config": _CONFORMER} if kind == "gemma4" else {}))

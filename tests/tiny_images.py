@@ -1,4 +1,4 @@
-"""Tiny models that see: random weights, a processor without torchvision, a tokenizer trained here, and images."""
+"""Tiny models that see: random weights, a processor, a tokenizer trained here, and images."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
+from halftune.config.facts.media import IMAGE_FAMILIES
 from halftune.model.files.architectures import no_progress_bars
 
 _QWEN_IMAGES = {
@@ -159,6 +161,39 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, dict
         {"image_token": "<IMG_CONTEXT>", "context_image_token": "<IMG_CONTEXT>", "start_image_token": "<img>",
          "end_image_token": "</img>", "video_token": "<|video_pad|>"},
     ),
+    "gemma4_unified": (
+        {"text_config": {**_TEXT, "global_head_dim": 16, "layer_types": ["sliding_attention", "full_attention"],
+                         "use_bidirectional_attention": "vision"},
+         "vision_config": {"patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 16, "mm_posemb_size": 64,
+                           "output_proj_dims": 16},
+         "audio_config": {"audio_embed_dim": 320}},
+        {"image_processor_type": "Gemma4UnifiedImageProcessor", "patch_size": 4, "pooling_kernel_size": 2,
+         "max_soft_tokens": 70},
+        {}, "<image_soft_token>",
+        {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>",
+         "audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"},
+    ),
+    "llama4": (
+        {"text_config": {**_TEXT, "intermediate_size_mlp": 48, "num_local_experts": 4, "no_rope_layers": [1, 0],
+                         "attention_chunk_size": 32},
+         "vision_config": {
+            "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "image_size": 28, "patch_size": 7, "projector_input_dim": 24, "projector_output_dim": 24,
+            "vision_output_dim": 24, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}},
+        {"image_processor_type": "Llama4ImageProcessor", "size": {"height": 28, "width": 28}, "max_patches": 4},
+        {"patch_size": 7}, "<|image|>", {"image_token": "<|patch|>"},
+    ),
+    "lfm2_vl": (
+        {"text_config": {**_TEXT, "model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+         "projector_hidden_size": 24, "vision_config": {
+            "model_type": "siglip2_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "num_patches": 16, "patch_size": 7}},
+        {"image_processor_type": "Lfm2VlImageProcessor", "encoder_patch_size": 7, "tile_size": 28,
+         "min_image_tokens": 2, "max_image_tokens": 5, "max_tiles": 4},
+        {}, "<image>",
+        {"image_token": "<image>", "image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>",
+         "image_thumbnail_token": "<|img_thumbnail|>"},
+    ),
 }  # fmt: skip
 _SPECIAL = (
     "<|pad|>", "<s>", "<|im_end|>", "<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
@@ -166,12 +201,18 @@ _SPECIAL = (
     "<end_of_image>", "<image_soft_token>", "<image>",
     "<fake_token_around_image>", "<end_of_utterance>", "<global-img>", "<IMG_CONTEXT>", "<img>", "</img>",
     *(f"<row_{i + 1}_col_{j + 1}>" for i in range(6) for j in range(6)), "[IMG]", "[IMG_BREAK]", "[IMG_END]",
+    "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>",
+    "<|image|>", "<|patch|>", "<|tile_x_separator|>", "<|tile_y_separator|>",
+    *(f"<|img_row_{i + 1}_col_{j + 1}|>" for i in range(4) for j in range(4)),
 )  # fmt: skip
 _IDS = {
     "image_token_id": "image_token", "image_token_index": "image_token", "boi_token_index": "boi_token",
     "eoi_token_index": "eoi_token", "audio_token_id": "audio_token", "audio_start_token_id": "audio_bos_token",
     "audio_end_token_id": "audio_eos_token",
 }  # fmt: skip
+
+
+_TORCHVISION = {kind for kind, family in IMAGE_FAMILIES.items() if family.torchvision}
 
 
 @cache
@@ -190,6 +231,8 @@ def image_model(folder: Path, kind: str, **more: Any) -> Path:
 
     ``more``: of its config.
     """
+    if kind in _TORCHVISION:
+        pytest.importorskip("torchvision")
     options, images, processor, placeholder, named = KINDS[kind]
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_trained()), pad_token="<|pad|>", bos_token="<s>", eos_token="<|im_end|>",

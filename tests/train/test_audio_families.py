@@ -212,11 +212,12 @@ def test_an_exported_model_is_the_trained_one_and_has_its_processor(kind: str, t
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "gemma4"])
+@pytest.mark.parametrize("kind", ["qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "gemma4", "gemma4_unified"])
 def test_images_and_audio_share_a_row(kind: str, tmp_path: Path) -> None:
     """The loss is that of each sample alone: with both, one of them, and none."""
     from tiny_images import write_image
 
+    audio_model(tmp_path / "model", kind, images=True)
     write_image(tmp_path / "a.png", 30, 20)
     rows = [{**heard("<audio>Is it <image>?", "0.4.wav"), "images": ["a.png"]},
             {**heard("<image>What?"), "images": ["a.png"]}, {**ROWS[1], "images": []},
@@ -229,7 +230,7 @@ def test_images_and_audio_share_a_row(kind: str, tmp_path: Path) -> None:
             "max_steps": 1,
             "per_device_train_batch_size": 4 * together or 1,
         }
-        data = {"images": True, "packing": together and kind != "gemma4", "max_length": 512}
+        data = {"images": True, "packing": together and not kind.startswith("gemma4"), "max_length": 512}
         loaded, plan = recipe(tmp_path, kind, data=data, training=training)
         feed = fed(loaded, plan)
         policy = PolicyModel(load_model(loaded.run.model, plan).requires_grad_(True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,14 @@ from PIL import Image
 from tiny_images import KINDS, ROWS, asked, image_model, write_image, write_rows
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
+from halftune.cli.preflight import check_inputs
+from halftune.config.facts import media
 from halftune.config.facts.media import IMAGE_FAMILIES
 from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
-from halftune.core.errors import DataError, PlanError
+from halftune.config.recipe_facts import run_facts
+from halftune.core.errors import DataError, MissingPackageError, PlanError
+from halftune.core.optional import pip_line
 from halftune.data.media.processor import MediaProcessor, MediaSettings
 from halftune.data.pipeline import prepare
 from halftune.data.sources.builtin.patterns import rows
@@ -61,6 +66,7 @@ def test_ids_are_the_processors(kind: str, tmp_path: Path) -> None:
         )
         opened = [Image.open(tmp_path / name) for name in row["images"]]
         expected = images._own(text=[text], images=opened or None)["input_ids"][0]
+        assert images.family.torchvision != type(images._own.image_processor).__name__.endswith("Pil")
         assert segment.input_ids.tolist() == list(expected)
         assert (
             images._own.tokenizer.decode(segment.input_ids[segment.loss_mask]).count("A red square.")
@@ -97,6 +103,18 @@ def test_long_rows_are_cut_around_their_images(tmp_path: Path) -> None:
     assert pads[0] == pads[1] > 0
     assert len(segment.input_ids) == 96
     assert segment.media
+
+
+def test_without_torchvision_a_type_that_needs_it_is_refused_first(tmp_path: Path, monkeypatch: Any) -> None:
+    loaded, _ = recipe(tmp_path, "llava")
+    monkeypatch.setitem(IMAGE_FAMILIES, "llava", replace(IMAGE_FAMILIES["llava"], torchvision=True))
+    monkeypatch.setattr(media, "version_of", lambda _: None)
+    (tmp_path / "rows.jsonl").write_text("{")
+    for check in (lambda: media_of(loaded.run), lambda: check_inputs(loaded, run_facts(loaded.run))):
+        with pytest.raises(MissingPackageError) as error:
+            check()
+        assert error.value.code == "core.package_missing"
+        assert error.value.remedy == pip_line("torchvision")
 
 
 def test_another_processor_than_the_types_is_refused(tmp_path: Path) -> None:
@@ -201,7 +219,7 @@ def plain(model: Any, batch: Any, images: Any, folder: Path) -> tuple[float, dic
 
 
 @pytest.mark.parametrize("adapter", ["lora", "none"])
-@pytest.mark.parametrize("kind", [kind for kind, row in IMAGE_FAMILIES.items() if not row.two_way])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not IMAGE_FAMILIES[kind].two_way and kind != "llama4"])
 def test_packed_rows_are_transformers_samples_alone(kind: str, adapter: str, tmp_path: Path) -> None:
     loaded, plan = recipe(tmp_path, kind, adapter={"type": adapter}, data={"packing": True, "max_length": 512})
     feed, images = fed(loaded, plan)

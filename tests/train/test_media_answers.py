@@ -92,7 +92,7 @@ class Alone:
         if processor or not opened:
             return {"images": opened or None} if processor else {}
         given = [opened] if self.images.family.nested else opened
-        made = self.images._own.image_processor(given, **{**self.images._options, "return_tensors": "pt"})
+        made = self.images._own._process_images(given, **{**self.images._options, "return_tensors": "pt"})[0]
         dtype = next(self.model.parameters()).dtype
         return {name: made[name].to(dtype) if made[name].is_floating_point() else made[name]
                 for name in self.images.family.inputs if name in made}  # fmt: skip
@@ -138,7 +138,11 @@ def with_gradients(loss: Any, model: Any) -> tuple[torch.Tensor, dict[str, torch
 
 
 @pytest.mark.parametrize(
-    ("kind", "packing"), [("qwen2_5_vl", True), ("qwen3_vl", False), ("llava", True), ("gemma3", False)]
+    ("kind", "packing"),
+    [
+        *(("qwen2_5_vl", True), ("qwen3_vl", False), ("llava", True), ("gemma3", False)),
+        *(("lfm2_vl", True), ("llama4", False), ("gemma4_unified", False)),
+    ],
 )
 def test_dpo_is_its_formula_on_transformers_own_model(kind: str, packing: bool, tmp_path: Path) -> None:
     write_rows(tmp_path, PAIRS)

@@ -114,7 +114,9 @@ def rollouts_of(loaded: Any, plan: Any, feed: Any, model: Any) -> GrpoRollouts:
     return GrpoRollouts(live_state(strategy=strategy, tokenizer=tokenizer, **parts))
 
 
-@pytest.mark.parametrize(("kind", "packing"), [("qwen2_5_vl", True), ("qwen3_vl", False), ("llava", True)])
+@pytest.mark.parametrize(
+    ("kind", "packing"), [("qwen2_5_vl", True), ("qwen3_vl", False), ("llava", True), ("lfm2_vl", True)]
+)
 def test_answers_are_scored_as_by_transformers_own_model(kind: str, packing: bool, tmp_path: Path) -> None:
     """The loss of sampled answers and its gradients; each prompt's images are those of all its answers."""
     loaded, plan = grpo(tmp_path, kind, data={"packing": packing, "max_length": 512}, method={"beta": 0.2})

@@ -21,10 +21,10 @@ from halftune.config.facts.media import AUDIO_FAMILIES, IMAGE_FAMILIES, Tower, p
 from halftune.config.facts.model import ModelFacts
 from halftune.config.run import RunConfig
 from halftune.config.sections.model import LoraAdapter
-from halftune.hardware.tower_memory import patches_per_token, unread_layers
+from halftune.hardware.tower_memory import merges, patches_per_token, unread_layers
 from halftune.plan.weights.parts import adapter_size, modes
 
-INPUTS = ("pixel_values", "image_grid_thw", "image_sizes", "input_features", "feature_attention_mask")
+INPUTS = ("pixel_values", "image_grid_thw", "image_sizes", "spatial_shapes", "input_features", "feature_attention_mask")
 _CLASS = ("class_embedding", "cls_token")  # a position besides the patches
 _HEAD = ".head."
 _VALUE = re.compile(r"\.(v|v_proj|qkv)(\.linear)?$")  # layers with the width of attention, or three times that
@@ -92,8 +92,8 @@ def _products(weights: Sequence[Tensor], seen: _Seen, part: str, unread: int) ->
     """
     ahead = [one for one in weights if (not one.layers or part == "projector") and _HEAD not in one.name]
     for index, one in enumerate(ahead):
-        merges = part == "projector" or (index > 0 and len(one.shape) > 3)  # GLM-V's convolution after the layers
-        rows = seen.tokens if merges else seen.units if index == 0 else seen.positions
+        merged = merges(one) or (index > 0 and len(one.shape) > 3)  # GLM-V's convolution after the layers
+        rows = seen.tokens if merged else seen.units if index == 0 else seen.positions
         yield 2.0 * one.size * one.count * rows, True, True
     inside, images = [one for one in weights if one.layers and one not in ahead], len(seen.groups[-1])
     layers = max((one.count for one in inside), default=0)
@@ -119,13 +119,14 @@ def _seen(facts: ModelFacts, fed: Mapping[str, torch.Tensor]) -> Iterator[tuple[
         if vision.get("model_type") == "pixtral":
             yield "vision", _unpadded(facts, vision, fed["pixel_values"], fed["image_sizes"])
         else:
-            yield "vision", _patches(facts, fed["pixel_values"], fed.get("image_grid_thw"))
+            yield "vision", _patches(facts, fed)
     heard = AUDIO_FAMILIES.get(facts.model_type)
     if heard is not None and heard.rule == "pooled" and "feature_attention_mask" in fed:  # others are not counted
         yield "audio", _frames(facts, fed["input_features"], fed["feature_attention_mask"])
 
 
-def _patches(facts: ModelFacts, pixels: torch.Tensor, grids: torch.Tensor | None) -> _Seen:
+def _patches(facts: ModelFacts, fed: Mapping[str, torch.Tensor]) -> _Seen:
+    pixels, grids, shapes = fed["pixel_values"], fed.get("image_grid_thw"), fed.get("spatial_shapes")
     vision: dict[str, Any] = (facts.raw or {}).get("vision_config") or {}
     if grids is None:
         side = vision.get("patch_size", 1)
@@ -142,7 +143,8 @@ def _patches(facts: ModelFacts, pixels: torch.Tensor, grids: torch.Tensor | None
         full = vision.get("fullatt_block_indexes")
         groups = [whole if full is None or layer in full else windows for layer in range(vision.get("depth", 1))]
     units = count * images
-    return _Seen(units, units + classes * images, units // patches_per_token(facts), groups)
+    merged = units if shapes is None else int(shapes.prod(1).sum())  # LFM2-VL pads the patches of an image
+    return _Seen(units, units + classes * images, merged // patches_per_token(facts), groups)
 
 
 def _unpadded(facts: ModelFacts, vision: Mapping[str, Any], pixels: torch.Tensor, sizes: torch.Tensor) -> _Seen:

@@ -6,7 +6,7 @@ import json
 from functools import partial
 from pathlib import Path
 
-from halftune.config.facts.media import check_processor
+from halftune.config.facts.media import check_processor, check_torchvision
 from halftune.config.facts.model import ModelFacts
 from halftune.config.load import LoadedConfig
 from halftune.config.optimizers import OPTIMIZERS, Optim
@@ -60,6 +60,8 @@ def check_inputs(loaded: LoadedConfig, facts: ModelFacts, *, here: bool = True, 
         where = "training.router_aux_loss_coef"
         raise ModelError(what, where=where, remedy="remove the key", code="model.no_router_loss")
     if here:
+        if run.data.images:
+            check_torchvision(facts.model_type)
         _check_optimizer(run.training.optim)
         _check_float8(run)
         _check_format(facts.quantization or run.model.quantization)

@@ -119,6 +119,8 @@ def pip_line(distribution: str) -> str:
     """Return the command that installs a distribution."""
     if distribution in _BUILT_WITH_TORCH:
         return f"pip install {distribution} --no-build-isolation"
+    if distribution == "torchvision":  # each of its releases needs one of torch, which pip would replace
+        return f"pip install torchvision torch=={str(version_of('torch')).partition('+')[0]}"
     return extra_line(_EXTRAS[distribution]) if distribution in _EXTRAS else f"pip install {distribution}"
 
 

@@ -52,7 +52,10 @@ def patches_per_token(facts: ModelFacts) -> int:
     vision = raw.get("vision_config") or {}
     if pooled := raw.get("mm_tokens_per_image"):
         return max(1, (vision.get("image_size", 1) // vision.get("patch_size", 1)) ** 2 // pooled)
-    sides = vision.get("spatial_merge_size") or vision.get("pooling_kernel_size") or raw.get("scale_factor")
+    if facts.model_type == "gemma4_unified":
+        return 1  # its processor merges patches
+    names = ("spatial_merge_size", "pooling_kernel_size", "scale_factor", "downsample_factor")
+    sides = next(filter(None, map((raw | vision).get, names)), None)
     return int(sides) ** 2 if sides else _PATCHES.get(facts.model_type, 4)
 
 
@@ -106,15 +109,18 @@ def _of_kind(facts: ModelFacts, tokens: int, compute: int, kind: str, mode: str,
     layers = max((len(one.layers) for one in encoder), default=0)
     inside = [one for one in encoder if len(one.layers) == layers > 0]
     if not inside:
-        return TowerMemory(0, 0)
+        return _embedder(facts, own, tokens, compute, trained=mode != "frozen")
     audio = kind == "audio"
     positions = tokens * (_POSITIONS if audio else patches_per_token(facts))
     inputs, width = _inputs(encoder, audio), _width(inside)
     layer = _layer(facts, inside, width, compute, kind, mode)
-    hidden = [one.shape[0] for one in own if part_of(one.name) == "projector" and one.kind == "linear"][:-1]
+    merging = [one for one in own if one.kind == "linear" and merges(one)]
+    hidden = [one.shape[0] for one in merging][:-1]
     ends = 2.5 * width * positions + 2 * sum(hidden) * tokens  # the last norm, and the projector
-    if audio and mode == "full":
+    if mode == "full" and audio:
         ends += 5 * width * positions  # around the convolutions
+    elif mode == "full" and any(".patch_embedding.linear." in one.name for one in encoder):
+        ends += inputs * positions  # Llama 4 copies pixels into patches, the input of its first product
     fed = positions * inputs * 4 + (positions * inputs * compute if compute < 4 else 0)
     features = tokens * facts.hidden_size * compute
     if mode in ("frozen", "projector"):
@@ -127,6 +133,20 @@ def _of_kind(facts: ModelFacts, tokens: int, compute: int, kind: str, mode: str,
     return TowerMemory(round(held), round(held + positions * (unread * each + more)))
 
 
+def _embedder(facts: ModelFacts, own: Sequence[Tensor], tokens: int, compute: int, *, trained: bool) -> TowerMemory:
+    """Of Gemma 4 without an encoder: norms and products between patches, or pieces of sound, and tokens."""
+    products = [one for one in own if one.kind == "linear"]
+    if not products:
+        return TowerMemory(0, 0)
+    inputs, width = products[0].shape[1], products[-1].shape[1]
+    held = tokens * (inputs * (4 if compute == 4 else 4 + compute) + facts.hidden_size * compute)
+    passing = tokens * compute * (inputs + width)
+    if trained:
+        held += tokens * compute * (inputs + 4 * width)
+        passing += tokens * compute * 2 * width
+    return TowerMemory(held, held + passing)
+
+
 def _of_tower(facts: ModelFacts, one: Tensor, kind: str) -> bool:
     """Whether a weight belongs to the tower of a kind of media, or to its projector."""
     if facts.model_type not in IMAGE_FAMILIES or facts.model_type not in AUDIO_FAMILIES:
@@ -134,9 +154,17 @@ def _of_tower(facts: ModelFacts, one: Tensor, kind: str) -> bool:
     return ("audio" in one.name) == (kind == "audio")
 
 
+def merges(one: Tensor) -> bool:
+    """Whether a weight's inputs are tokens, and not patches or frames: the projector's, Llama 4's adapter's."""
+    return part_of(one.name) == "projector" or ".vision_adapter." in one.name
+
+
 def _inputs(encoder: Sequence[Tensor], audio: bool) -> int:
     """Numbers that a position is made of: pixels of a patch, or two frames of a spectrogram."""
-    first = next((one for one in encoder if not one.layers and len(one.shape) > (2 if audio else 3)), None)
+    outside = [one for one in encoder if not one.layers and one.kind != "embedding"]
+    first = next((one for one in outside if len(one.shape) > (2 if audio else 3)), None)
+    if first is None and not audio:
+        first = next((one for one in outside if one.kind == "linear"), None)
     return 0 if first is None else _POSITIONS * first.shape[1] if audio else math.prod(first.shape[1:])
 
 

@@ -11,10 +11,12 @@ from typing import Any, Literal
 
 from halftune.config.facts.folder import read_json
 from halftune.config.facts.wrapped import unwrapped
-from halftune.core.errors import DataError
+from halftune.core.errors import DataError, MissingPackageError
+from halftune.core.optional import pip_line, version_of
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _LONGEST = 1 << 14  # pixels of a side that images are scaled to
+_SIDE_NAMES = ("height", "width", "shortest_edge", "longest_edge", "tile_size")
 _MASK = "input_features_mask"
 _QWEN = ("pixel_values", "image_grid_thw")
 DATA_KEYS = {"image": "data.images", "video": "data.videos", "audio": "data.audio"}
@@ -50,6 +52,7 @@ class ImageFamily:
         nested: the image processor takes a list of images for each sample.
         two_way: tokens of an image attend to later ones too, which neither packed rows nor attention backends without a
             mask can compute.
+        torchvision: its image processor needs this package: transformers has none for PIL.
     """
 
     processor: str
@@ -58,6 +61,11 @@ class ImageFamily:
     token_types: str = ""
     nested: bool = False
     two_way: bool = False
+    torchvision: bool = False
+
+    def used(self, *, images: bool) -> bool:
+        """Whether a run on media calls the image processor: one for torchvision only if the run is on images."""
+        return images or not self.torchvision
 
     @property
     def mrope(self) -> bool:
@@ -90,6 +98,15 @@ IMAGE_FAMILIES = {
         for kind, processor in (("idefics3", "Idefics3Processor"), ("smolvlm", "SmolVLMProcessor"))
     },
     "internvl": ImageFamily("InternVLProcessor", "size", ("pixel_values",)),
+    "gemma4_unified": ImageFamily(
+        "Gemma4UnifiedProcessor", "size", ("pixel_values", "image_position_ids"), "mm_token_type_ids",
+        nested=True, two_way=True, torchvision=True,
+    ),
+    "llama4": ImageFamily("Llama4Processor", "size", ("pixel_values",), torchvision=True),
+    "lfm2_vl": ImageFamily(
+        "Lfm2VlProcessor", "size", ("pixel_values", "pixel_attention_mask", "spatial_shapes"), nested=True,
+        torchvision=True,
+    ),
 }  # fmt: skip
 # Pixtral is a LLaVA with the tower and the processor of Mistral 3.
 _WITH_PROCESSOR = {("llava", "PixtralProcessor"): IMAGE_FAMILIES["mistral3"]}
@@ -230,6 +247,18 @@ def check_processor(folder: Path) -> list[Path]:
     return files
 
 
+def check_torchvision(model_type: str) -> None:
+    """Check that the image processor of a model type can run.
+
+    Raises:
+        MissingPackageError: it needs torchvision, which is not installed.
+    """
+    family = IMAGE_FAMILIES.get(model_type)
+    if family is not None and family.torchvision and version_of("torchvision") is None:
+        what = f"images of model type {model_type} require package torchvision"
+        raise MissingPackageError(what, remedy=pip_line("torchvision"), code="core.package_missing")
+
+
 def _problems(kind: str, contents: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     """What is wrong with the processor of a model type, and the remedies."""
     family, correct = _image_family(kind, contents), f"correct {PROCESSOR_FILES[0]}"
@@ -254,7 +283,7 @@ def _sides(content: dict[str, Any]) -> list[tuple[str, float]]:
     for name, value in content.items():
         if isinstance(value, dict):
             found += [(f"{name}.{inner}", pixels) for inner, pixels in _sides(value)]
-        elif isinstance(value, int | float) and name in ("height", "width", "shortest_edge", "longest_edge"):
+        elif isinstance(value, int | float) and name in _SIDE_NAMES:
             found.append((name, value))
     return found
 

@@ -1,6 +1,7 @@
 """A model's own processor: the placeholders of an image or a video by its size, and the forward pass's inputs.
 
-torchvision is not needed: image processors are loaded in their PIL form, which every type of ``IMAGE_FAMILIES`` has.
+Image processors are loaded in their PIL form, with which torchvision is not needed; in that for torchvision only where
+transformers has no other.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from PIL import Image
 from transformers import AutoImageProcessor, PreTrainedTokenizerBase
 
 from halftune.config.facts.folder import read_json
-from halftune.config.facts.media import ImageFamily, check_processor, image_family
+from halftune.config.facts.media import ImageFamily, check_processor, check_torchvision, image_family
 from halftune.config.facts.wrapped import unwrapped
 from halftune.config.run import RunConfig
 from halftune.core.errors import DataError
@@ -34,6 +35,7 @@ from halftune.data.templates.control_tokens import ControlTokens
 from halftune.data.templates.loss_mask import Rendering
 
 _NO_IMAGES = ImageFamily("", "count", ())
+_BESIDE = ("use_image_special_tokens",)  # options of LFM2-VL's images that are not among those of its image processor
 # Of transformers, for a folder whose files do not fit together.
 _BUILD_ERRORS = (
     OSError, ValueError, TypeError, AttributeError, ImportError, LookupError, ArithmeticError, RuntimeError,
@@ -107,8 +109,11 @@ def media_settings(config: RunConfig, folder: Path) -> MediaSettings:
 
     Raises:
         DataError, ModelError: as ``check_processor``.
+        MissingPackageError: as ``check_torchvision``.
     """
     files, kind = check_processor(folder), str(unwrapped(read_json(folder / "config.json"))["model_type"])
+    if config.data.images:
+        check_torchvision(kind)
     digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
     data = config.data
     pixels = (data.image_min_pixels, data.image_max_pixels)
@@ -131,6 +136,8 @@ class MediaProcessor:
     def __init__(self, settings: MediaSettings, tokenizer: PreTrainedTokenizerBase) -> None:
         self.settings = settings
         self.family = image_family(Path(settings.model), settings.model_type) or _NO_IMAGES
+        if not self.family.used(images="image" in settings.kinds):
+            self.family = _NO_IMAGES
         self.audio: AudioProcessor | None = None
         self.video: VideoProcessor | None = None
         self._own: Any = None
@@ -139,8 +146,9 @@ class MediaProcessor:
                 self.audio = AudioProcessor(settings.model, settings.model_type, tokenizer, settings.max_seconds)
             if self.family.processor:
                 folder = Path(settings.model)
-                # unset, trust_remote_code asks
-                seen = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
+                # torchvision scales images to slightly other pixels; unset, trust_remote_code asks
+                backend = "torchvision" if self.family.torchvision else "pil"
+                seen = AutoImageProcessor.from_pretrained(folder, backend=backend, trust_remote_code=False)
                 self._own = build_processor(folder, self.family.processor, tokenizer, image_processor=seen)
             if "video" in settings.kinds:
                 self.video = VideoProcessor(settings.model, settings.model_type, self._own, settings.video)
@@ -174,9 +182,10 @@ class MediaProcessor:
 
     @cached_property
     def _options(self) -> dict[str, Any]:
-        return self._own._merge_kwargs(
+        merged = self._own._merge_kwargs(
             self._own.valid_processor_kwargs, tokenizer_init_kwargs=self._own.tokenizer.init_kwargs
-        )["images_kwargs"]
+        )
+        return merged["images_kwargs"] | {name: merged[name] for name in _BESIDE if name in merged}
 
     def texts(self, refs: Sequence[MediaRef]) -> list[str]:
         """The texts that stand for the media of a conversation, in order.
@@ -234,7 +243,9 @@ class MediaProcessor:
             return others
         images = groups if self.family.nested else list(chain.from_iterable(groups))
         made, _ = self._own._process_images(images, **{**self._options, "return_tensors": "pt"})
-        return others | {name: made[name] for name in self.family.inputs if name in made}
+        taken = {name: made[name] for name in self.family.inputs if name in made}
+        # Llama 4's pixels are bf16, whatever the model's dtype
+        return others | {name: one.float() if one.is_floating_point() else one for name, one in taken.items()}
 
     def _images(self, refs: Sequence[MediaRef], decoded: Callable[[MediaRef], Image.Image]) -> list[Image.Image]:
         """The images among the media of a segment, scaled to the bounds."""

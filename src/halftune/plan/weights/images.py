@@ -54,11 +54,11 @@ def with_media(request: Request) -> Request:
         _check_rollouts(config, config.method)
     packing = _packing(config, facts)
     attention = config.attention
-    if _two_way(facts) and attention.backend not in ("auto", "sdpa", "eager"):
+    if _two_way(config, facts) and attention.backend not in ("auto", "sdpa", "eager"):
         what = f"attention: {attention.backend} has no mask, which image tokens of {facts.model_type} need"
         remedy = "set attention: sdpa"
         raise PlanError(what, where="attention.backend", remedy=remedy, code="plan.images_unsupported")
-    if _two_way(facts) and attention.backend == "auto":
+    if _two_way(config, facts) and attention.backend == "auto":
         attention = attention.model_copy(update={"backend": "sdpa"})
     data = config.data.model_copy(update={"packing": packing})
     changes = {"data": data, "attention": attention}
@@ -90,7 +90,7 @@ def _packing(config: RunConfig, facts: ModelFacts) -> PackingSection:
     if packing.split:
         what, remedy = "rows with media cannot be cut to fill packed rows", "set data.packing.split: false"
         raise PlanError(what, where="data.packing.split", remedy=remedy, code="plan.images_unsupported")
-    if not _two_way(facts):
+    if not _two_way(config, facts):
         return packing
     if packing.enabled is True:
         what = f"packed rows have no mask, which image tokens of {facts.model_type} need"
@@ -99,9 +99,9 @@ def _packing(config: RunConfig, facts: ModelFacts) -> PackingSection:
     return packing.model_copy(update={"enabled": False})
 
 
-def _two_way(facts: ModelFacts) -> bool:
+def _two_way(config: RunConfig, facts: ModelFacts) -> bool:
     family = IMAGE_FAMILIES.get(facts.model_type)
-    return family is not None and family.two_way
+    return family is not None and family.two_way and family.used(images=config.data.images)
 
 
 def towers_used(facts: ModelFacts) -> Choice[str]:

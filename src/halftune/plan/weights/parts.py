@@ -326,4 +326,5 @@ def _feature_bytes(facts: ModelFacts, precision: PrecisionPlan, kind: str) -> in
     """Bytes that the features of a token take; DeepStack has further features of images for some layers."""
     vision = (facts.raw or {}).get("vision_config") or {}
     layers = 1 + len(vision.get("deepstack_visual_indexes") or ()) if kind == "image" else 1
-    return layers * facts.hidden_size * (4 if precision.compute.value == "fp32" else 2)
+    width = vision.get("vision_output_dim", facts.hidden_size)  # of Llama 4's, before its projector
+    return layers * width * (4 if precision.compute.value == "fp32" else 2)

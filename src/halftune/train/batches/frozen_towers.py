@@ -22,6 +22,7 @@ import transformers
 from torch import Tensor, nn
 
 from halftune import __version__
+from halftune.core.optional import version_of
 from halftune.core.processes import heartbeat
 from halftune.data.media.processor import MediaProcessor
 from halftune.model.load.towers import towers_of
@@ -59,7 +60,9 @@ class FrozenTowers:
         with torch.no_grad(), autocast(self.plan.precision, device):
             made = self.model.get_image_features(**{name: one.to(device) for name, one in inputs.items()})
         deep = getattr(made, "deepstack_features", None) or ()
-        named = {_POOLED: made.pooler_output, **{f"{_DEEP}{index}": one for index, one in enumerate(deep)}}
+        # Llama 4's forward pass projects the tower's output itself
+        pooled = made.last_hidden_state if made.pooler_output is None else made.pooler_output
+        named = {_POOLED: pooled, **{f"{_DEEP}{index}": one for index, one in enumerate(deep)}}
         joined = {
             name if isinstance(one, Tensor) else name + _SPLIT: one if isinstance(one, Tensor) else torch.cat(list(one))
             for name, one in named.items()
@@ -108,7 +111,7 @@ class FrozenTowers:
         precision, device = self.plan.precision, next(self.model.parameters()).device.type
         made_with = {
             "halftune": __version__,
-            "packages": (torch.__version__, transformers.__version__, PIL.__version__),
+            "packages": (torch.__version__, transformers.__version__, PIL.__version__, *_resizer(processor)),
             "processor": (processor.settings.processor, processor.settings.model_type),
             "pixels": (processor.settings.min_pixels, processor.settings.max_pixels),
             "dtypes": (precision.storage.value, precision.compute.value, precision.autocast.value),
@@ -161,6 +164,11 @@ def decoder_arguments(model: Any, forward: Callable[[], Any]) -> dict[str, Any]:
     raise AssertionError("the forward pass calls no decoder")
 
 
+def _resizer(processor: MediaProcessor) -> tuple[str | None, ...]:
+    """The version of torchvision where it makes pixels."""
+    return (version_of("torchvision"),) if processor.family.torchvision else ()
+
+
 def _stop(_decoder: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
     raise _Reached(kwargs)
 
@@ -176,6 +184,7 @@ def _as_outputs(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]
     if given:
         whole = {name.removesuffix(_SPLIT): [one] if name.endswith(_SPLIT) else one for name, one in given.items()}
         deep = [whole[f"{_DEEP}{index}"] for index in range(len(whole) - 1)]
-        outputs = SimpleNamespace(pooler_output=whole[_POOLED], deepstack_features=deep)
+        pooled = whole[_POOLED]
+        outputs = SimpleNamespace(pooler_output=pooled, last_hidden_state=pooled, deepstack_features=deep)
         kwargs["mm_encoder_outputs"] = {"image": outputs}
     return args, kwargs
