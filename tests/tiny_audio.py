@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 from tiny_images import _CHATML, _TEXT, _trained, image_model
+from tiny_tekken import AUDIO, write_tekken
 from tokenizers import Tokenizer
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from halftune.config.facts.media import AUDIO_FAMILIES
+from halftune.data.media.audio import AudioProcessor
 from halftune.model.files.architectures import multimodal_auto, no_progress_bars
 
 EXTRACTOR = {
@@ -63,12 +65,24 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
                           "num_hidden_layers": 1, "num_attention_heads": 2, "num_mel_bins": 16}},
         {"audio_token": "<|audio|>", "max_audio_len": 7}, {"audio_token": "<|audio|>"},
     ),
+    "voxtral": (
+        {"text_config": {**_TEXT, "model_type": "llama"},
+         "audio_config": {"model_type": "voxtral_encoder", "hidden_size": 16, "intermediate_size": 64,
+                          "num_hidden_layers": 1, "num_attention_heads": 2, "num_mel_bins": 16,
+                          "max_source_positions": 100}},
+        {}, {},
+    ),
     "gemma4_unified": (
         {"text_config": {**_TEXT, "global_head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
          "vision_config": {"patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 16, "mm_posemb_size": 64},
          "audio_config": {"audio_embed_dim": 320}},
         {}, _GEMMA,
     ),
+}  # fmt: skip
+# What Voxtral's tekken.json says of sounds, in windows of ``EXTRACTOR``
+TEKKEN_AUDIO = {
+    "sampling_rate": 16_000, "frame_rate": 12.5, "chunk_length_s": 2.0,
+    "audio_encoding_config": {"num_mel_bins": 16, "hop_length": 160, "window_size": 400},
 }  # fmt: skip
 SINGLE = {kind for kind, family in AUDIO_FAMILIES.items() if family.single}
 KINDS = ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "gemma4", *MODELS)
@@ -112,7 +126,8 @@ def _without_images(folder: Path, kind: str) -> None:
         tokenizer_object=Tokenizer.from_str(_trained()), pad_token="<|pad|>", bos_token="<s>", eos_token="<|im_end|>",
         extra_special_tokens=named, chat_template=_CHATML,
     )  # fmt: skip
-    place = tokenizer.convert_tokens_to_ids("<|audio|>")
+    mistral = kind == "voxtral"
+    place = AUDIO.index("[AUDIO]") if mistral else tokenizer.convert_tokens_to_ids("<|audio|>")
     config = AutoConfig.for_model(kind, **options, audio_token_id=place, audio_token_index=place)
     with torch.random.fork_rng(devices=[]), no_progress_bars():
         torch.manual_seed(0)
@@ -120,7 +135,10 @@ def _without_images(folder: Path, kind: str) -> None:
         for parameter in model.parameters():
             parameter.data += 0.05 * torch.randn(parameter.shape)
         model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    if mistral:
+        write_tekken(folder, AUDIO, "v7", audio=TEKKEN_AUDIO)
+    else:
+        tokenizer.save_pretrained(folder)
     (folder / "processor_config.json").write_text(json.dumps(processor))
 
 
@@ -164,3 +182,22 @@ def write_rows(folder: Path, rows: list[dict[str, Any]]) -> Path:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def whole_windows(length: int) -> str:
+    """What mistral-common writes for a sound of Voxtral: 25 tokens for each window of 2 s that it starts."""
+    return "[BEGIN_AUDIO]" + "[AUDIO]" * (25 * -(-length // 32_000))
+
+
+def processed(audio: AudioProcessor, text: str, waves: list[np.ndarray]) -> dict[str, torch.Tensor]:
+    """Token ids and features of a rendered conversation by the model's processor."""
+    own: Any = audio._own
+    if audio._family.mask:
+        return dict(own(text=[text], audio=waves, sampling_rate=16_000, return_tensors="pt"))
+    # Voxtral's takes no text with sounds
+    pieces = text.split("[AUDIO]")
+    text = pieces[0] + "".join(whole_windows(len(one)) + piece for one, piece in zip(waves, pieces[1:], strict=True))
+    size = {"padding": True, "truncation": False, "pad_to_multiple_of": 32_000, "max_source_positions": 200}
+    made = own._retrieve_input_features(waves, **size, sampling_rate=16_000, return_tensors="pt")
+    ids = own.tokenizer(text, return_tensors="pt", add_special_tokens=False)
+    return {**ids, "input_features": made}

@@ -72,7 +72,9 @@ def counted(model: Any, given: dict[str, Any], tower: str, *, backward: bool) ->
             if made.pooler_output is None:  # Llama 4 projects it later
                 made.pooler_output = model.multi_modal_projector(made.last_hidden_state)
             out = torch.cat([one.flatten() for one in tree_leaves([made.pooler_output, vars(made).get(DEEP) or []])])
-        elif "feature_attention_mask" in given and hasattr(model, "get_audio_features"):
+        elif "feature_attention_mask" not in given:
+            out = model.get_audio_features(**given).pooler_output
+        elif hasattr(model, "get_audio_features"):
             out = model.get_audio_features(**given).last_hidden_state
         else:
             out = model.model.multi_modal_projector(model.model.audio_tower(given["input_features"]).last_hidden_state)

@@ -73,7 +73,7 @@ def converted(recipe: dict[str, Any], framework: str, **changes: Any) -> Any:
         (("audios", "videos"), {"use_audio_in_video": True}, "refused"),
         (("audios", "videos"), {"model_name_or_path": AUDIO, "template": "qwen2_audio"}, "refused"),
         (("audios",), {"model_name_or_path": "Qwen/Qwen2.5-VL-7B-Instruct"}, "refused"),
-        (("audios",), {"model_name_or_path": "mistralai/Voxtral-Mini-3B-2507"}, "refused"),
+        (("audios",), {"model_name_or_path": "mistralai/Voxtral-Mini-4B-Realtime-2602"}, "refused"),
         (("audios",), {"stage": "rm"}, "refused"),
     ],
 )
@@ -111,7 +111,8 @@ def test_llamafactorys_own_audio_set_is_known_by_its_name() -> None:
         ({**WHOLE, "freeze_mm_modules": True}, "same", None),
         ({"lora_target_modules": None, "lora_target_linear": True}, "same", {"audio": "lora", "projector": "lora"}),
         ({"lora_target_modules": ["q_proj"]}, "approximate", None),
-        ({"base_model": "mistralai/Voxtral-Mini-3B-2507"}, "refused", None),
+        ({"base_model": "mistralai/Voxtral-Mini-3B-2507"}, "same", None),
+        ({"base_model": "mistralai/Voxtral-Mini-4B-Realtime-2602"}, "refused", None),
         ({"rl": "dpo"}, "refused", None),
     ],
 )
@@ -123,6 +124,15 @@ def test_axolotl(changes: dict[str, Any], status: str, trained: dict[str, str] |
         assert (data["audio"], data.get("images", False)) == (True, changes.get("base_model") == OMNI)
         assert (data["packing"], data["overlong"]) == (False, "error")
         assert made.values["model"].get("train") == trained
+
+
+def test_the_tokens_of_mistral_common_are_those_of_a_template() -> None:
+    voxtral = {"base_model": "mistralai/Voxtral-Mini-3B-2507", "tokenizer_use_mistral_common": True}
+    made = converted(AXOLOTL, "axolotl", **voxtral)
+    assert made.status == "same"
+    assert made.values["model"]["chat_template"] == "voxtral"
+    assert made.values["model"]["chat_template_kwargs"] == {"trim_answers": True}
+    assert made.values["method"]["train_on"] == "all"
 
 
 @pytest.mark.parametrize(
@@ -138,7 +148,8 @@ def test_axolotl(changes: dict[str, Any], status: str, trained: dict[str, str] |
         ("nvidia/audio-flamingo-3-hf", {"audios"}),
         ("mistralai/Mistral-Small-3.1-24B-Instruct-2503", {"images"}),
         ("mistral-community/pixtral-12b", {"images"}),
-        ("mistralai/Voxtral-Mini-3B-2507", set()),
+        ("mistralai/Voxtral-Mini-3B-2507", {"audios"}),
+        ("mistralai/Voxtral-Mini-4B-Realtime-2602", set()),
         ("Qwen/Qwen3-8B", set()),
         (None, set()),
     ],

@@ -77,7 +77,7 @@ def converted(text: str, framework: str, **changes: Any) -> Any:
         ({"adapter": None, "lora_target_modules": None}, "same"),
         ({"lora_target_modules": None, "lora_target_linear": True}, "same"),
         ({"adapter": None, "lora_target_modules": None, "freeze_mm_modules": True}, "same"),
-        ({"base_model": "mistralai/Voxtral-Mini-3B-2507"}, "refused"),
+        ({"base_model": "mistralai/Voxtral-Mini-4B-Realtime-2602"}, "refused"),
         ({"base_model": "google/gemma-3-1b-it"}, "refused"),
         ({"rl": "dpo"}, "refused"),
     ],

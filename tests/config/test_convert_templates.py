@@ -237,6 +237,8 @@ def test_thoughts_of_llamafactory_need_single_turns(source, kind):
          {"chat_template": None, "labels": "text", "label_ends": ["<|end|>"]}),
         ({"base_model": "mistralai/Devstral-Small-2507", "tokenizer_use_mistral_common": True},
          {"chat_template": "mistral_v7_tekken", "labels": None, "label_ends": None}),
+        ({"base_model": "mistralai/Voxtral-Mini-3B-2507", "tokenizer_use_mistral_common": True},
+         {"chat_template": "mistral_v7_tekken", "labels": None, "label_ends": None}),
     ],
 )  # fmt: skip
 def test_labels_of_axolotl(more, values):
@@ -249,7 +251,9 @@ def test_labels_of_axolotl(more, values):
     assert {note.kind for note in draft.notes} <= {"translated", "none"}
     assert draft.get("model.chat_template") == values["chat_template"]
     assert [draft.get(f"method.{key}") for key in ("labels", "label_ends")] == [values["labels"], values["label_ends"]]
-    assert draft.get("model.chat_template_kwargs") == ({"trim_answers": True} if "Devstral" in str(more) else None)
+    assert draft.get("model.chat_template_kwargs") == (
+        {"trim_answers": True} if "tokenizer_use_mistral_common" in more else None
+    )
 
 
 @pytest.mark.parametrize("more", [

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import json
 
 import pytest
+from tiny_tekken import write_tekken
 
 from halftune.config.sections.model import ModelSection
 from halftune.model.tokenizer.tokenizer import load_tokenizer
 
-SPECIAL = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
-           "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]",
-           "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]", "[ARGS]", "[CALL_ID]", "[THINK]",
-           "[/THINK]")  # fmt: skip
-PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CONVERSATIONS = (
     [("user", " What \n is it?"), ("assistant", " Four. \n")],
     [("system", " Be brief. "), ("user", "a"), ("assistant", "b"), ("user", "c 12\n"), ("assistant", "\nd é日 ")],
@@ -23,18 +18,7 @@ CONVERSATIONS = (
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with the 256 bytes and a few words as vocabulary."""
-    words = [bytes([one]) for one in range(256)] + [b"th", b"is", b" i", b"br", b" is", b"ie", b"our", b"ou"]
-    vocabulary = [
-        {"rank": rank, "token_bytes": base64.b64encode(word).decode(), "token_str": None}
-        for rank, word in enumerate(dict.fromkeys(words))
-    ]
-    special = [{"rank": rank, "token_str": token, "is_control": True} for rank, token in enumerate(SPECIAL)]
-    size = len(vocabulary) + 40
-    settings = {"pattern": PATTERN, "num_vocab_tokens": len(vocabulary), "default_vocab_size": size,
-                "default_num_special_tokens": 40, "version": "v13"}  # fmt: skip
-    everything = {"config": settings, "vocab": vocabulary, "special_tokens": special}
-    (tmp_path / "tekken.json").write_text(json.dumps(everything))
+    write_tekken(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral"}))
     return tmp_path
 

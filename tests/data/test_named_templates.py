@@ -39,6 +39,7 @@ PUBLISHED = {
     "mistral_v3_tekken": "<s>[INST]S\n\nU[/INST]A</s>",
     "mistral_v7": "<s>[SYSTEM_PROMPT] S[/SYSTEM_PROMPT][INST] U[/INST] A</s>",
     "mistral_v7_tekken": "<s>[SYSTEM_PROMPT]S[/SYSTEM_PROMPT][INST]U[/INST]A</s>",
+    "voxtral": "<s>[SYSTEM_PROMPT]S[/SYSTEM_PROMPT][INST]U[/INST]A</s>",
     "gemma3": "<s><start_of_turn>user\nS\n\nU<end_of_turn>\n<start_of_turn>model\nA<end_of_turn>\n",
     "phi3": "<|system|>\nS<|end|>\n<|user|>\nU<|end|>\n<|assistant|>\nA<|end|>\n",
     "phi4": (

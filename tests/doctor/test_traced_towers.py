@@ -50,7 +50,8 @@ def test_the_towers_attention_is_traced(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "compute"), [("qwen2_audio", "bf16"), ("qwen2_audio", "fp16"), ("qwen3_asr", "bf16"), ("glmasr", "fp16")]
+    ("kind", "compute"),
+    [("qwen2_audio", "bf16"), ("qwen2_audio", "fp16"), ("qwen3_asr", "bf16"), ("glmasr", "fp16"), ("voxtral", "bf16")],
 )
 def test_an_audio_towers_attention_is_traced(kind: str, compute: str, tmp_path: Path) -> None:
     report = traced(tmp_path, kind, compute=compute)

@@ -10,12 +10,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2_5OmniThinkerForConditionalGeneration
+from transformers import AutoConfig, Qwen2_5OmniThinkerForConditionalGeneration
 
 from halftune.config.facts.model import ModelFacts, facts_from_config, read_model_facts
 from halftune.config.run import RunConfig
 from halftune.hardware.catalogue import lookup
 from halftune.hardware.tower_memory import patches_per_token, tower_memory, tower_weights
+from halftune.model.files.architectures import multimodal_auto
 from halftune.plan import resolve
 
 BASE = {
@@ -73,12 +74,19 @@ TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
                           "output_dim": 32, "num_mel_bins": 80, "n_window": 50}},
         {"input_features": (2, 80, 1600), "feature_attention_mask": [[1] * 1600] * 2}, 800, "audio",
     ),
+    "voxtral": (
+        {"text_config": {**TEXT, "model_type": "llama"}, "audio_config": {
+            "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 5, "num_attention_heads": 4,
+            "num_mel_bins": 80, "max_source_positions": 800}},
+        {"input_features": (2, 80, 1600)}, 400, "audio",
+    ),
 }  # fmt: skip
 CLASSES = {
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "gemma3": "Gemma3ForConditionalGeneration",
     "llava": "LlavaForConditionalGeneration", "lfm2_vl": "Lfm2VlForConditionalGeneration",
     "llama4": "Llama4ForConditionalGeneration", "gemma4_unified": "Gemma4UnifiedForConditionalGeneration",
     "qwen2_5_omni_thinker": "Qwen2_5OmniThinkerForConditionalGeneration",
+    "voxtral": "VoxtralForConditionalGeneration",
 }  # fmt: skip
 ADAPTED = r".*(visual|tower|vision_model)[.].*[.]([qkv]_proj|out_proj|qkv|fc1|fc2|(gate|up|down)_proj|attn.proj)"
 
@@ -99,7 +107,7 @@ def tower(kind: str, mode: str, *, checkpointing: bool) -> Any:
     if kind == "qwen2_5_omni_thinker":
         model: Any = Qwen2_5OmniThinkerForConditionalGeneration._from_config(built, dtype=torch.float32)
     else:
-        model = AutoModelForImageTextToText.from_config(built, dtype=torch.float32)
+        model = multimodal_auto(built).from_config(built, dtype=torch.float32)
     model.set_attn_implementation("sdpa")
     model.requires_grad_(mode == "full").train()
     if mode == "lora":
@@ -115,8 +123,10 @@ def most_bytes(model: Any, given: dict[str, Any], *, backward: bool) -> tuple[in
     """Bytes after the forward pass of a tower, and the most, both over those before it."""
 
     def features() -> torch.Tensor:
-        if "input_features" in given:
+        if "feature_attention_mask" in given:
             return model.get_audio_features(**given).last_hidden_state
+        if "input_features" in given:
+            return model.get_audio_features(**given).pooler_output
         made = model.get_image_features(**given)
         made = made.last_hidden_state if made.pooler_output is None else made.pooler_output  # Llama 4 projects it later
         return made if isinstance(made, torch.Tensor) else torch.cat(list(made))

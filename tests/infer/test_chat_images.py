@@ -150,7 +150,7 @@ def test_programs_send_images_as_data_urls_and_no_paths(session: ChatSession, tm
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["qwen2_audio", "qwen3_omni_moe_thinker", "gemma4_unified"])
+@pytest.mark.parametrize("kind", ["qwen2_audio", "qwen3_omni_moe_thinker", "gemma4_unified", "voxtral"])
 def test_answers_to_sounds_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     tiny_audio.audio_model(tmp_path / "model", kind)
     tiny_audio.write_rows(tmp_path, tiny_audio.ROWS)
@@ -175,13 +175,13 @@ def test_answers_to_sounds_are_those_of_transformers(kind: str, tmp_path: Path) 
     tokenizer: Any = session.tokenizer
     asked = [{"role": "user", "content": [{"type": "audio"}, {"type": "text", "text": "What?"}]}]
     text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-    own: Any = AudioProcessor(str(tmp_path / "model"), kind, tokenizer, None)._own
+    own = AudioProcessor(str(tmp_path / "model"), kind, tokenizer, None)
     wave = samples(encoded, *header(encoded), 16_000)
-    made = own(text=[text], audio=[wave], sampling_rate=16_000, return_tensors="pt")
+    made = tiny_audio.processed(own, text, [wave])
     taken = ("input_ids", "attention_mask", "input_features", AUDIO_FAMILIES[kind].mask)
     wanted = tuned.generate(
-        **{name: made[name] for name in taken}, max_new_tokens=5, do_sample=False,
-        eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        **{name: made[name] for name in taken if name}, max_new_tokens=5, do_sample=False,
+        eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     assert (
         session.answer("What?", tuned=True)

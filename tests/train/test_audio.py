@@ -18,7 +18,7 @@ from transformers import (
     AutoModelForMultimodalLM,
     AutoTokenizer,
     Qwen2AudioProcessor,
-    VoxtralConfig,
+    VoxtralRealtimeConfig,
 )
 
 from halftune.config.facts.media import REFUSED, check_processor
@@ -208,14 +208,14 @@ def test_a_model_that_does_not_hear_is_refused(tmp_path: Path) -> None:
     assert error.value.code == "plan.images_unsupported"
 
 
-def test_voxtral_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_hears_a_stream_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    config = VoxtralConfig(architectures=["VoxtralForConditionalGeneration"])
+    config = VoxtralRealtimeConfig(architectures=["VoxtralRealtimeForConditionalGeneration"])
     (tmp_path / "model" / "config.json").write_text(json.dumps(config.to_dict()))
     with pytest.raises(ModelError) as error:
-        recipe(tmp_path, "voxtral")
+        recipe(tmp_path, "voxtral_realtime")
     assert error.value.code == "model.not_causal"
-    assert REFUSED["voxtral"] in str(error.value)
+    assert REFUSED["voxtral_realtime"] in str(error.value)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])

@@ -12,10 +12,11 @@ import pytest
 import torch
 from test_audio import fed, recipe, sound
 from test_images import assert_gradients
-from tiny_audio import KINDS, ROWS, audio_model, heard, rows_of, write_rows
-from transformers import AutoConfig, AutoFeatureExtractor, AutoTokenizer
+from tiny_audio import KINDS, ROWS, audio_model, heard, processed, rows_of, whole_windows, write_rows
+from transformers import AutoConfig, AutoFeatureExtractor
 
 from halftune.config.facts.media import AUDIO_FAMILIES, part_of
+from halftune.config.sections.model import ModelSection
 from halftune.core.errors import DataError
 from halftune.data.media.audio import AudioProcessor
 from halftune.data.media.reference import BadMedia, MediaRef
@@ -27,11 +28,17 @@ from halftune.model.files.architectures import multimodal_auto
 from halftune.model.load.load import load_model
 from halftune.model.policy.policy import PolicyModel
 from halftune.model.result.completed_run import open_run
+from halftune.model.tokenizer.tokenizer import load_tokenizer
 from halftune.train.batches.feed import Feed
 from halftune.train.trainer import train
 
-OFTEN = ("qwen2_5_omni_thinker", "qwen2_audio", "gemma4")  # images in the row, windows, tokens by the processor
+# images in the row, windows, tokens by the processor, no mask
+OFTEN = ("qwen2_5_omni_thinker", "qwen2_audio", "gemma4", "voxtral")
 RUN = [kind if kind in OFTEN else pytest.param(kind, marks=pytest.mark.nightly) for kind in KINDS]
+
+
+def tokenizer_of(folder: Path) -> Any:
+    return load_tokenizer(ModelSection(name_or_path=str(folder)))
 
 
 def test_the_table_is_tested() -> None:
@@ -84,9 +91,9 @@ def plain(
         if waves := [sound(folder / name) for name in rows[index]["audios"]]:
             audio: Any = feed.images.audio  # type: ignore[union-attr]
             text = audio._own.tokenizer.apply_chat_template(messages(rows[index]), tokenize=False)
-            made = audio._own(text=[text], audio=waves, sampling_rate=16_000, return_tensors="pt")
-            assert torch.equal(ids, made["input_ids"])
-            given = {name: made[name] for name in ("input_features", audio._family.mask)}
+            made = processed(audio, text, waves)
+            assert torch.equal(ids, made.pop("input_ids"))
+            given = {name: made[name] for name in ("input_features", audio._family.mask) if name}
             given["input_features"] = given["input_features"].to(next(model.parameters()).dtype)
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **given).logits[0, :-1]
         labels = torch.from_numpy(segment.labels.astype("int64"))[1:]
@@ -148,7 +155,7 @@ def test_gradients_of_towers_are_transformers(kind: str, adapter: str, tmp_path:
 def test_tokens_are_counted_as_by_the_processor(kind: str, tmp_path: Path) -> None:
     """Lengths of one and of two sounds, in samples, around the ends of frames, tokens and windows."""
     audio_model(tmp_path, kind)
-    audio: Any = AudioProcessor(str(tmp_path), kind, AutoTokenizer.from_pretrained(tmp_path), None)
+    audio: Any = AudioProcessor(str(tmp_path), kind, tokenizer_of(tmp_path), None)
     longest = int(16_000 * min(audio._seconds, 4.5))
     hop, draw = getattr(audio._extractor, "hop_length", 640), np.random.default_rng()
     edges = [hop * frames + more for frames in (8, 12, 16, 99, 100, 101) for more in (-1, 0, 1)]
@@ -160,7 +167,11 @@ def test_tokens_are_counted_as_by_the_processor(kind: str, tmp_path: Path) -> No
     for row in rows:
         refs = [MediaRef(0, 0, "", frames=one, rate=16_000) for one in row]
         waves = [np.zeros(one, np.float32) for one in row]
-        expected = audio._own._process_audio(waves, **audio._options)[1]
+        expected = (
+            audio._own._process_audio(waves, **audio._options)[1]
+            if audio._family.mask
+            else [whole_windows(one) for one in row]
+        )
         if min(one.count(audio.token) for one in expected) < 2:
             with pytest.raises(BadMedia):
                 audio.texts(refs)
@@ -245,14 +256,14 @@ def test_images_and_audio_share_a_row(kind: str, tmp_path: Path) -> None:
 
 LIMITS = {
     "qwen2_5_omni_thinker": 2, "qwen3_omni_moe_thinker": 2400, "qwen2_audio": 2, "qwen3_asr": 1200, "glmasr": 6,
-    "audioflamingo3": 6, "musicflamingo": 6, "gemma4": 30, "gemma4_unified": 30,
+    "audioflamingo3": 6, "musicflamingo": 6, "gemma4": 30, "gemma4_unified": 30, "voxtral": 2400,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_the_models_processor_does_not_take_is_refused(kind: str, tmp_path: Path) -> None:
     audio_model(tmp_path, kind)
-    audio = AudioProcessor(str(tmp_path), kind, AutoTokenizer.from_pretrained(tmp_path), None)
+    audio = AudioProcessor(str(tmp_path), kind, tokenizer_of(tmp_path), None)
     longest = MediaRef(0, 0, "", frames=LIMITS[kind] * 16_000, rate=16_000)
     assert len(audio.texts([longest])) == 1
     with pytest.raises(BadMedia):

@@ -121,8 +121,8 @@ def _seen(facts: ModelFacts, fed: Mapping[str, torch.Tensor]) -> Iterator[tuple[
         else:
             yield "vision", _patches(facts, fed)
     heard = AUDIO_FAMILIES.get(facts.model_type)
-    if heard is not None and heard.rule == "pooled" and "feature_attention_mask" in fed:  # others are not counted
-        yield "audio", _frames(facts, fed["input_features"], fed["feature_attention_mask"])
+    if heard is not None and heard.alone and "input_features" in fed:  # others are not counted
+        yield "audio", _frames(facts, fed["input_features"], fed.get("feature_attention_mask"))
 
 
 def _patches(facts: ModelFacts, fed: Mapping[str, torch.Tensor]) -> _Seen:
@@ -163,13 +163,14 @@ def _windows(vision: Mapping[str, Any], height: int, width: int) -> list[int]:
     return [row * column for row in rows for column in columns]
 
 
-def _frames(facts: ModelFacts, features: torch.Tensor, mask: torch.Tensor) -> _Seen:
-    trimmed = AUDIO_FAMILIES[facts.model_type].trimmed
-    frames = mask.sum(1).tolist() if trimmed else [features.shape[-1]] * len(features)
+def _frames(facts: ModelFacts, features: torch.Tensor, mask: torch.Tensor | None) -> _Seen:
+    family = AUDIO_FAMILIES[facts.model_type]
+    trimmed = mask if family.trimmed else None
+    frames = [features.shape[-1]] * len(features) if trimmed is None else trimmed.sum(1).tolist()
     window = ((facts.raw or {}).get("audio_config") or {}).get("n_window")
     chunk = 2 * window if window else max(frames)
     groups = [_halved(min(chunk, count - at)) for count in frames for at in range(0, count, chunk)]
-    tokens = sum((_halved(count) - 2) // 2 + 1 for count in frames)
+    tokens = sum(_halved(count) // 4 if family.rule == "whole" else (_halved(count) - 2) // 2 + 1 for count in frames)
     return _Seen(sum(frames), sum(groups), tokens, [groups])
 
 

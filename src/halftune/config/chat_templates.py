@@ -38,6 +38,7 @@ class TemplateRow:
             strips spaces at the end of answers in any format.
         thinking: whether reasoning is written, as ``<think>`` block of the answers after the last question.
         empty_think: whether the last answer has a ``<think>`` block also without reasoning.
+        audio: what stands for a sound; empty: nothing.
         tools: how tools are written; empty: conversations with tools are refused.
     """
 
@@ -57,6 +58,7 @@ class TemplateRow:
     trim: Literal["", "all", "turns", "system"] = ""
     thinking: bool = False
     empty_think: bool = False
+    audio: str = ""
     tools: Literal["", "chatml", "qwen"] = ""
 
     @property
@@ -80,7 +82,9 @@ def _row(name: str, fields: dict[str, Any]) -> TemplateRow:
 
 
 # Formats that a base model's vocabulary may stand for, most specific first. Their tokens occur in no other vocabulary.
-_BY_VOCABULARY = ("phi4", "chatml", "llama3", "llama4", "gemma3", "granite", "deepseek_v3", "command_r", "jamba")
+_BY_VOCABULARY = (
+    "phi4", "chatml", "llama3", "llama4", "gemma3", "granite", "deepseek_v3", "command_r", "jamba", "voxtral",
+)  # fmt: skip
 
 
 @cache

@@ -9,6 +9,7 @@ from halftune.config.facts.media import AUDIO_FAMILIES, IMAGE_FAMILIES, VIDEO_FA
 from halftune.convert import images
 from halftune.convert.draft import Draft, is_off, table
 
+MISTRAL = "tokenizer_use_mistral_common"
 RATE = 16_000  # samples per second, of all feature extractors of ``AUDIO_FAMILIES``
 
 
@@ -35,6 +36,9 @@ def of_axolotl(draft: Draft, method: str) -> None:
         towers = ("audio", "projector", *(["vision"] if "images" in media else []))
         draft.put("model.train", dict.fromkeys(towers, how))
     draft.drop("skip_prepare_dataset", "rows with audio are tokenised before training, too")
+    if "voxtral" in str(draft.get("model.name_or_path")).lower() and draft.left.get(MISTRAL):
+        draft.translated(MISTRAL, "model.chat_template", "voxtral")
+        draft.put("model.chat_template_kwargs", {"trim_answers": True})
 
 
 def rate(draft: Draft) -> None:

@@ -17,7 +17,7 @@ AXOLOTL, LLAMA_FACTORY = (set(table("templates", framework)) for framework in ("
 # Models whose own template writes text of its own at the beginning of an answer: thoughts, or the name of a channel.
 _OPENS = re.compile(r"gpt-oss|qwen3-[\d.]+b(-a[\d.]+b)?$|qwen3\.\d|smollm3|glm-4\.\d|deepseek-r1", re.IGNORECASE)
 _MISTRAL = re.compile(
-    r"(devstral|magistral|mistral-small(?!-instruct-2409)|ministral-3|mistral-large-3)", re.IGNORECASE
+    r"(devstral|magistral|voxtral|mistral-small(?!-instruct-2409)|ministral-3|mistral-large-3)", re.IGNORECASE
 )
 _ANSWERS = ("sft", "dpo", "kto", "simpo", "orpo")  # methods that label answers
 _OWN = re.compile(r"tokenizer_default(_fallback_\w+)?")

@@ -109,6 +109,14 @@ def _glm_asr(config: PretrainedConfig) -> dict[str, Any]:
     return _sound(config, 2 * positions, positions // 4, "input_features_mask")
 
 
+def _voxtral(config: PretrainedConfig) -> dict[str, Any]:
+    """One row with a sound of one window, which has no mask."""
+    audio = config.audio_config
+    positions = audio.max_source_positions
+    made = _sound(config, 2 * positions, positions * audio.hidden_size // audio.intermediate_size, "")
+    return {name: one for name, one in made.items() if name}
+
+
 def _sound(config: PretrainedConfig, frames: int, heard: int, mask: str) -> dict[str, Any]:
     text = _plain_ids(config)
     ids = torch.tensor([[text[0], *[config.audio_token_id] * heard, *text[1:]]])
@@ -125,5 +133,6 @@ _MAKERS: dict[str, Callable[[PretrainedConfig], dict[str, Any]]] = {
     "qwen2_audio": _qwen_audio,
     "qwen3_asr": _qwen_asr,
     "glmasr": _glm_asr,
+    "voxtral": _voxtral,
     **dict.fromkeys(_QWEN_VL, _qwen_vl),
 }

@@ -19,7 +19,8 @@ from halftune.config.facts.model import ModelFacts
 
 # Patches that become a token, by model type, where config.json does not say it; 4 for Qwen-VL, GLM-V and their kin.
 _PATCHES = {"llava": 1, "llava_next": 1, "idefics3": 4, "smolvlm": 4}
-_POSITIONS = 2  # of an audio encoder's layers for a token: a pair is pooled
+_FRAMES = 2  # of a spectrogram for a position of an audio encoder's layers
+_POSITIONS = {"merged": 4, "whole": 4}  # of these layers for a token, by the family's rule; else a pair is pooled
 _QUICK_GELU = ("clip_vision_model", "qwen2_vl")  # model types whose default it is; its three tensors are kept
 _QUERIES = re.compile(r"\.(q|k|v|q_proj|k_proj|v_proj|qkv)(\.linear)?$")
 
@@ -111,7 +112,8 @@ def _of_kind(facts: ModelFacts, tokens: int, compute: int, kind: str, mode: str,
     if not inside:
         return _embedder(facts, own, tokens, compute, trained=mode != "frozen")
     audio = kind == "audio"
-    positions = tokens * (_POSITIONS if audio else patches_per_token(facts))
+    each = _POSITIONS.get(AUDIO_FAMILIES[facts.model_type].rule, 2) if audio else patches_per_token(facts)
+    positions = tokens * each
     inputs, width = _inputs(encoder, audio), _width(inside)
     layer = _layer(facts, inside, width, compute, kind, mode)
     merging = [one for one in own if one.kind == "linear" and merges(one)]
@@ -165,7 +167,7 @@ def _inputs(encoder: Sequence[Tensor], audio: bool) -> int:
     first = next((one for one in outside if len(one.shape) > (2 if audio else 3)), None)
     if first is None and not audio:
         first = next((one for one in outside if one.kind == "linear"), None)
-    return 0 if first is None else _POSITIONS * first.shape[1] if audio else math.prod(first.shape[1:])
+    return 0 if first is None else _FRAMES * first.shape[1] if audio else math.prod(first.shape[1:])
 
 
 def _width(inside: Sequence[Tensor]) -> int:

@@ -22,7 +22,6 @@ _QWEN = ("pixel_values", "image_grid_thw")
 DATA_KEYS = {"image": "data.images", "video": "data.videos", "audio": "data.audio"}
 # Why a model type that hears is not in the table.
 REFUSED = {
-    "voxtral": "mistral-common writes its prompts as token ids; it has no chat template that places audio",
     "voxtral_realtime": "it is fed a stream of audio, not questions with audio",
 }
 # The most that a feature extractor of speech may say: memory grows with each.
@@ -158,10 +157,11 @@ class AudioFamily:
     Attributes:
         processor: name of its class in transformers.
         rule: how many tokens stand for a sound: a key of ``RULES`` in ``data/media/audio_tokens.py``.
-        mask: argument of the forward pass that marks features.
+        mask: argument of the forward pass that marks features; empty: the encoder takes whole windows, without one.
         seconds: the longest sound; 0: whole windows of ``chunk_length`` in the processor's ``max_audio_len``, or one.
         trimmed: features end with the longest sound; else the encoder takes them as the extractor pads them.
-        bounds: attributes of the processor: tokens that it writes around a sound; else the chat template does.
+        bounds: tokens that the processor writes around a sound, or its attributes that hold them; else the chat
+            template does.
         single: the processor takes one sound of a row.
         alone: features of a sound depend on it alone, in tests too: a frozen tower computes them once.
     """
@@ -189,6 +189,10 @@ AUDIO_FAMILIES = {
         "MusicFlamingoProcessor", "pooled", _MASK, bounds=("audio_bos_token", "audio_eos_token"), single=True
     ),
     "glmasr": AudioFamily("GlmAsrProcessor", "merged", _MASK, single=True),
+    # 40 minutes to understand, 30 to transcribe: Voxtral, arXiv:2507.13264, and the card of Voxtral-Mini-3B-2507
+    "voxtral": AudioFamily(
+        "VoxtralProcessor", "whole", mask="", seconds=2400, bounds=("[BEGIN_AUDIO]", ""), alone=True
+    ),
     # 30 s: the extractors' max_length, or the processor's audio_seq_length
     "gemma4": AudioFamily("Gemma4Processor", "strided", _MASK, seconds=30, bounds=_GEMMA),
     "gemma4_unified": AudioFamily("Gemma4UnifiedProcessor", "raw", _MASK, seconds=30, bounds=_GEMMA),

@@ -60,7 +60,7 @@ class AudioProcessor:
         count = self._count(length, longest)
         if count < 2:  # Qwen2-Audio takes one token alone for an older form of placeholder
             raise BadMedia(f"{name}: {seconds:.3f} s are too short for two tokens")
-        bounds = [getattr(self._own, bound) for bound in self._family.bounds]
+        bounds = [getattr(self._own, bound, bound) if bound else "" for bound in self._family.bounds]
         return (self.token * count).join(bounds or ("", ""))
 
     def _count(self, length: int, longest: int) -> int:
@@ -73,16 +73,23 @@ class AudioProcessor:
         lengths.
 
         Returns:
-            ``input_features`` ``[A, M, F]`` or ``[A, F, M]`` and its mask ``[A, F]``, padded with zeros.
+            ``input_features`` ``[A, M, F]`` or ``[A, F, M]`` and its mask ``[A, F]``, padded with zeros; ``[W, M, F]``
+            of all windows where there is no mask.
 
         Raises:
             BadMedia: a file is damaged or changed.
         """
         made = [self._features(group) for group in groups if group]
-        return {name: _stacked([one[name] for one in made]) for name in ("input_features", self._family.mask)}
+        return {name: _stacked([one[name] for one in made]) for name in made[0]}
 
     def _features(self, refs: Sequence[MediaRef]) -> dict[str, torch.Tensor]:
         waves = [_decoded(ref, self._extractor.sampling_rate) for ref in refs]
+        if not self._family.mask:
+            window = {
+                "pad_to_multiple_of": self._extractor.n_samples,
+                "max_source_positions": self._extractor.nb_max_frames,
+            }
+            return {"input_features": self._own._retrieve_input_features(waves, **{**self._options, **window})}
         found, _ = self._own._process_audio(waves, **self._options)
         features, mask = torch.as_tensor(found["input_features"]), torch.as_tensor(found[self._family.mask])
         if self._family.trimmed:  # the model removes what is masked

@@ -27,6 +27,17 @@ def _merged(extractor: Any, length: int, _: int) -> int:
     return _convolved(extractor, length) // 4
 
 
+def _whole(extractor: Any, length: int, _: int) -> int:
+    """A convolution, then four in one, of a sound that is padded to windows of the extractor's full length (Voxtral).
+
+    375 tokens for 30 s: ``AudioEncoder._encode_audio_tokens`` in tokens/tokenizers/audio.py of mistral-common.
+    """
+    if extractor.n_samples % (8 * extractor.hop_length):
+        raise ValueError(f"a window of {extractor.n_samples:,} samples is not a whole number of tokens")
+    windows = -(-length // extractor.n_samples)
+    return windows * extractor.nb_max_frames // 8
+
+
 def _chunks(extractor: Any, length: int, longest: int) -> int:
     """Three convolutions in chunks of 100 frames, which give 13 tokens (Qwen3-Omni, Qwen3-ASR).
 
@@ -52,5 +63,5 @@ def _raw(extractor: Any, length: int, _: int) -> int:
 
 # Arguments: the feature extractor, samples of the sound and of the longest of its row.
 RULES: dict[str, Callable[[Any, int, int], int]] = {
-    "pooled": _pooled, "merged": _merged, "chunks": _chunks, "strided": _strided, "raw": _raw,
+    "pooled": _pooled, "merged": _merged, "whole": _whole, "chunks": _chunks, "strided": _strided, "raw": _raw,
 }  # fmt: skip

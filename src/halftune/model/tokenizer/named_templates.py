@@ -35,6 +35,7 @@ def jinja_of(row: TemplateRow) -> str:
         "trim": f"trim | default({_flag(row.trim in ('all', 'turns'))})",
         "trim_system": f"trim_system | default({_flag(row.trim in ('all', 'system'))})",
         "trim_answers": "trim_answers | default(false)",
+        "audio": _literal(row.audio),
         "thinking": _flag(row.thinking),
         "empty_think": _flag(row.empty_think),
     }
