@@ -272,6 +272,24 @@ def chunk_backward(
     dgate = between(met_k * bb[:, None] + p * met * nq[:, None], C)
     p, m = p.to(q.dtype.element_ty), (m * bb[:, None]).to(q.dtype.element_ty)
 
+    # dQ by itself: P held until dK is formed would not fit the registers.
+    sums, parts, bb, nq, nk = _row_factors(b, f, beta, rq, rk, by_row, by_key, live, PRECISION)
+    e, left, whole = state_decays(sums, parts, b, f, row, left_rows, live, HV, C, PRECISION == "tf32x3")
+    db = tl.zeros((C,), tl.float32)
+    for tile in range(0, keys, TK):
+        kk = tile + tl.arange(0, TK)
+        aq = tl.zeros((C, TK), tl.float32)
+        for tile_v in range(0, values, TV):
+            vv = tile_v + tl.arange(0, TV)
+            bo, bs = load_rows(do, c, live, vv, HV, V), load_rows(states, kk, kk < K, vv, 1, V)
+            aq = tl.dot(bo, tl.trans(bs.to(bo.dtype)), aq, input_precision=PRECISION)
+        bk, bq = load_rows(k, c, live, kk, H, K), load_rows(q, c, live, kk, H, K)
+        aq = aq * e[:, None] * scale
+        db += tl.sum(bq.to(tl.float32) * nq[:, None] * aq, 1)
+        aq = tl.dot(p, bk, aq, input_precision=PRECISION)
+        into, inside = tile_at(c, live, kk, HV, K)
+        tl.store(dq + into, aq.to(dq.dtype.element_ty), mask=inside)
+
     pt, mt = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)  # no product's result is transposed
     for tile in range(0, values, TV):
         vv = tile + tl.arange(0, TV)
@@ -286,34 +304,29 @@ def chunk_backward(
 
     sums, parts, bb, nq, nk = _row_factors(b, f, beta, rq, rk, by_row, by_key, live, PRECISION)
     e, left, whole = state_decays(sums, parts, b, f, row, left_rows, live, HV, C, PRECISION == "tf32x3")
-    db, written, held = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32), 0.0
+    written, held = tl.zeros((C,), tl.float32), 0.0
     for tile in range(0, keys, TK):
         kk = tile + tl.arange(0, TK)
-        aq, ak, y = tl.zeros((C, TK), tl.float32), tl.zeros((C, TK), tl.float32), tl.zeros((C, TK), tl.float32)
+        ak, y = tl.zeros((C, TK), tl.float32), tl.zeros((C, TK), tl.float32)
         product = tl.zeros((TK,), tl.float32)
         for tile_v in range(0, values, TV):
             vv = tile_v + tl.arange(0, TV)
-            bo, bn = load_rows(do, c, live, vv, HV, V), load_rows(new, c, live, vv, HV, V)
-            bx = load_rows(dx, c, live, vv, HV, V)
+            bn, bx = load_rows(new, c, live, vv, HV, V), load_rows(dx, c, live, vv, HV, V)
             bs, bd = load_rows(states, kk, kk < K, vv, 1, V), load_rows(dstates, kk, kk < K, vv, 1, V)
             product += tl.sum(bs.to(tl.float32) * bd.to(tl.float32), 1)
-            bs, bd = bs.to(bo.dtype), bd.to(bo.dtype)
-            aq = tl.dot(bo, tl.trans(bs), aq, input_precision=PRECISION)
-            ak = tl.dot(bn, tl.trans(bd), ak, input_precision=PRECISION)
-            y = tl.dot(bx, tl.trans(bs), y, input_precision=PRECISION)
+            ak = tl.dot(bn, tl.trans(bd.to(bn.dtype)), ak, input_precision=PRECISION)
+            y = tl.dot(bx, tl.trans(bs.to(bn.dtype)), y, input_precision=PRECISION)
         bq, bk = load_rows(q, c, live, kk, H, K), load_rows(k, c, live, kk, H, K)
-        wq, wk = bq.to(tl.float32) * nq[:, None], bk.to(tl.float32) * nk[:, None]
-        aq, ak, y = aq * e[:, None] * scale, ak * left[:, None], -y * e[:, None]
+        wk = bk.to(tl.float32) * nk[:, None]
+        ak, y = ak * left[:, None], -y * e[:, None]
         written += tl.sum(ak * wk, 1)
         held += tl.sum(product, 0)
         dbe += tl.sum(y * wk, 1)
         y = y * bb[:, None]
-        db += tl.sum(wq * aq, 1) + tl.sum(y * wk, 1)
-        aq = tl.dot(p, bk, aq, input_precision=PRECISION)
+        db += tl.sum(y * wk, 1)
         ak = tl.dot(pt, bq, ak + y, input_precision=PRECISION)
         ak = tl.dot(m, bk, ak, input_precision=PRECISION)
         into, inside = tile_at(c, live, kk, HV, K)
-        tl.store(dq + into, aq.to(dq.dtype.element_ty), mask=inside)
         tl.store(dk + into, ak.to(dk.dtype.element_ty), mask=inside)
     dgate = decay_gradient(dgate, db, written, held * whole, C)
     tl.store(dg + by_row, dgate.to(dg.dtype.element_ty), mask=live)

@@ -15,6 +15,7 @@ from halftune_kernels.scan.delta_arguments import DeltaRule
 
 # (kernel, half): rows of (largest padded key size, GPUs, all if none are named, cut); the first that fits.
 # Chosen by compiling for every GPU (docs/measurements/kernels.md).
+# A chunk's 64 rows are 4 warps of 16: but for sm_100, 8 warps compute every product of chained ones twice.
 CONFIGS: dict[tuple[str, bool], Rows] = {
     ("products", True): ((256, (), Config(0, 2, 1, 32)),),
     ("products", False): ((256, (90, 100), Config(0, 4, 1, 32)), (256, (), Config(0, 4, 1, 16))),
@@ -24,7 +25,7 @@ CONFIGS: dict[tuple[str, bool], Rows] = {
     ("scan_forward", False): SCAN_FP32,
     ("scan_backward", True): ((128, (), Config(32, 4, 1)), (256, (), Config(16, 8, 1))),
     ("scan_backward", False): SCAN_FP32,
-    ("square_gradients", True): ((256, (), Config(32, 8, 1)),),
+    ("square_gradients", True): ((256, (100,), Config(32, 8, 1)), (256, (), Config(32, 4, 1))),
     ("square_gradients", False): ((256, (), Config(16, 8, 1)),),
     ("chunk_backward", True): ((256, (), Config(32, 8, 1, 32)),),
     ("chunk_backward", False): ((256, (), Config(32, 8, 1, 32)),),

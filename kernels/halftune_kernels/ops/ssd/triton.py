@@ -15,6 +15,7 @@ from halftune_kernels.scan.chunk_launch import CHUNK, ChunkLaunch, as_given, con
 
 # (kernel, half): rows of (largest padded key size, GPUs, all if none are named, cut); the first that fits.
 # Chosen by compiling for every GPU (docs/measurements/kernels.md): fits the shared memory, least spills.
+# A chunk's 64 rows are 4 warps of 16: but for sm_100, 8 warps compute every product of chained ones twice.
 CONFIGS: dict[tuple[str, bool], Rows] = {
     ("prepare", True): ((256, (), Config(0, 4, 1, 32)),),
     ("prepare", False): ((256, (), Config(0, 4, 1, 32)),),
@@ -22,7 +23,7 @@ CONFIGS: dict[tuple[str, bool], Rows] = {
     ("scan_forward", False): SCAN_FP32,
     ("scan_backward", True): ((128, (), Config(32, 4, 1)), (256, (), Config(16, 8, 1))),
     ("scan_backward", False): SCAN_FP32,
-    ("chunk_backward", True): ((256, (90, 100), Config(64, 8, 1, 32)), (256, (), Config(32, 8, 1, 32))),
+    ("chunk_backward", True): ((256, (100,), Config(64, 8, 1, 32)), (256, (), Config(32, 4, 1, 32))),
     ("chunk_backward", False): ((256, (90, 100), Config(16, 8, 1, 16)), (256, (), Config(16, 4, 1, 16))),
 }
 
