@@ -205,12 +205,13 @@ def test_an_exported_model_is_the_trained_one_and_has_its_processor(kind: str, t
     train(loaded, plan)
     run, out = open_run(str(tmp_path / "run"), ["precision=fp32"]), tmp_path / "exported"
     export_run(run, out)
-    for name in ("preprocessor_config.json", "processor_config.json"):
+    for name in ("preprocessor_config.json", "processor_config.json", *["tekken.json"] * (kind == "voxtral")):
         assert (out / name).read_bytes() == (tmp_path / "model" / name).read_bytes()
     assert (
         AutoFeatureExtractor.from_pretrained(out).to_dict()
         == AutoFeatureExtractor.from_pretrained(tmp_path / "model").to_dict()
     )
+    assert tokenizer_of(out).get_vocab() == tokenizer_of(tmp_path / "model").get_vocab()
     feed = fed(loaded, plan)
     (batch,) = feed.micro_batches(feed.rows(0))
     auto = multimodal_auto(AutoConfig.from_pretrained(out))
@@ -273,11 +274,12 @@ def test_what_the_models_processor_does_not_take_is_refused(kind: str, tmp_path:
             audio.texts([longest, longest])
 
 
-def test_numbers_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
-    """Frames of less than a sample have no rate."""
-    loaded, plan = recipe(tmp_path, "gemma4")
+@pytest.mark.parametrize(("kind", "changes"), [("gemma4", {"hop_length_ms": 1e-6}), ("voxtral", {"hop_length": 161})])
+def test_numbers_that_do_not_fit_together_are_refused(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Frames of less than a sample have no rate; a window has whole tokens."""
+    loaded, plan = recipe(tmp_path, kind)
     file = tmp_path / "model" / "preprocessor_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "hop_length_ms": 1e-6}))
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
     with pytest.raises(DataError) as error:
         fed(loaded, plan)
     assert error.value.code == "model.no_image_processor"

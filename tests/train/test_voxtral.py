@@ -17,6 +17,7 @@ from tiny_tekken import AUDIO, SPECIAL, write_tekken
 from transformers import AutoFeatureExtractor, VoxtralProcessor
 
 from halftune.data.store import NO_LABEL
+from halftune.model.tokenizer.tokenizer import load_tokenizer
 
 V13 = (*SPECIAL, *AUDIO[len(SPECIAL) :])
 SHORT, LONG = "0.9.wav", "2.3.wav"  # of windows of two seconds
@@ -80,6 +81,49 @@ def test_ids_and_labels_are_those_of_mistral_common(name: str, tmp_path: Path) -
             start, end = len(encoded(index)), len(encoded(index + 1))
             trained[start:end] = expected[start:end]
     assert segment.labels.tolist() == trained
+
+
+def text_of(folder: Path, row: dict[str, Any]) -> str:
+    """The tokens of a row as text; ``~`` stands for a window of two seconds."""
+    write_rows(folder, [row])
+    loaded, plan = recipe(folder, "voxtral", data={"max_length": 512})
+    segment = fed(loaded, plan).split.example(0).segments[0]
+    ids = segment.input_ids.tolist()
+    assert segment.labels[ids.index(AUDIO.index("[AUDIO]"))] == NO_LABEL
+    return str(load_tokenizer(loaded.run.model).decode(ids)).replace("[AUDIO]" * 25, "~")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("two", "<s>[INST][BEGIN_AUDIO]~Is it [BEGIN_AUDIO]~~ here?[/INST]No.\n</s>"),
+        ("after", "<s>[INST]What is this? \n[BEGIN_AUDIO]~~[/INST]é日 12</s>"),
+        ("system", "<s>[SYSTEM_PROMPT] Be brief. [/SYSTEM_PROMPT][INST][BEGIN_AUDIO]~What?[/INST]A bird.</s>"),
+    ],
+)
+def test_sounds_stand_where_the_row_has_them(name: str, text: str, tmp_path: Path) -> None:
+    assert text_of(tmp_path, row_of(name)) == text
+
+
+OWN = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST]{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for p in m.content %}{% if p['type'] in ['input_audio', 'audio_url'] %}[AUDIO]{% else %}{{ p.text }}"
+    "{% endif %}{% endfor %}{% endif %}[/INST]{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("generated", [False, True])
+def test_a_template_of_mistral_common_places_sounds(generated: bool, tmp_path: Path) -> None:
+    """It takes OpenAI's parts; one as it generates, and a short one of the same kind."""
+    folder, template = audio_model(tmp_path / "model", "voxtral"), OWN
+    if generated:
+        template = reference("integrations.chat_templates.chat_templates").convert_tokenizer_to_chat_template(
+            folder / "tekken.json"
+        )
+    (folder / "chat_template.jinja").write_text(template)
+    assert text_of(tmp_path, row_of("turns")) == (
+        "<s>[INST][BEGIN_AUDIO]~What?[/INST]A bird.</s>[INST]And [BEGIN_AUDIO]~?[/INST]\nA cat.</s>"
+    )
 
 
 @pytest.mark.parametrize("name", ["before", "two"])

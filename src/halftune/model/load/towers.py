@@ -86,6 +86,7 @@ def as_stored(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, torch.T
 log = get_logger(__name__)
 
 PROCESSORS = "*processor_config.json"
+_TOKENIZERS = {"voxtral": ("tekken.json",)}  # of processors that do not read ours
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class Towers:
         outer = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
         row, base = wrapper_of(outer), unwrapped(outer)
         made = config | {name: part for name, part in base.items() if isinstance(part, dict) and _describes(name, text)}
-        files = () if row is None else row.files
+        files = _TOKENIZERS.get(str(outer.get("model_type")), ()) if row is None else row.files
         if self.folder != folder:
             beside = filter(Path.is_file, map(self.folder.joinpath, files))
             for path in (*self.folder.glob(PROCESSORS), *beside):

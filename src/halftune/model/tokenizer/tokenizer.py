@@ -25,6 +25,8 @@ log = get_logger(__name__)
 
 # Unused tokens of common vocabularies that can serve as pad token, in order of preference.
 PAD_CANDIDATES = ("<|endoftext|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<|pad|>", "<unk>")
+# Parts that mistral-common's own Jinja takes for sounds, and the same with transformers' name for one
+SOUNDS = ("['input_audio', 'audio_url']", "['input_audio', 'audio_url', 'audio']")
 # transformers' tag around assistant text; unknown to plain Jinja
 GENERATION_TAG = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
 
@@ -67,6 +69,8 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
         _set_template(tokenizer, model.chat_template)
     else:
         _check_template(tokenizer.chat_template, str(folder))
+        if isinstance(tokenizer.chat_template, str):
+            tokenizer.chat_template = tokenizer.chat_template.replace(*SOUNDS)
     return tokenizer
 
 
