@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What a machine with a CUDA device can tell, in nine minutes and one command; a part that fails does not stop the
 # others. Everything goes into one folder, and all of it but runs and caches into FOLDER.tar.gz; summary.txt says what
-# passed, failed and was left out, and why. Leaves with 1 if a part failed or did not come to its end.
+# passed, failed and was left out, and why. Leaves with 1 if a part failed or did not come to its end, or none passed.
 #   bash scripts/gpu_check.sh                       the python3 on PATH if its torch sees the device, else a new .venv
 #   GPU_CHECK_OUT=FOLDER bash scripts/gpu_check.sh  the folder (default: gpu_check)
 #   GPU_CHECK_SECONDS=N bash scripts/gpu_check.sh   the time for all of it (default: 540)
@@ -12,8 +12,8 @@
 # recipes of hybrids, FlashAttention-2 and a profile, other cuts of the operators, every operator, dtype and head size.
 # Only by name, since it takes several calls: steps, the whole sizes of four models in every way of a step. It goes on
 # where an earlier call with the same folder ended; FOLDER/steps.jsonl is all that it needs.
-# A machine without a network needs what pip would install: PYTHONPATH may name a folder of unpacked wheels, of which
-# scripts/gpu_wheels.txt names those that a usual image lacks.
+# Packages that are missing or too old are installed into FOLDER/site. A machine without a network needs them there or in
+# another folder that PYTHONPATH names: scripts/gpu_wheels.txt names those that a usual image lacks.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out="${GPU_CHECK_OUT:-gpu_check}"
@@ -33,9 +33,44 @@ fi
 export PYTHONPATH="$PWD/src:$PWD/kernels:$PWD/webui${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false HALFTUNE_CACHE="$out/cache"
 
-present=" $(python3 -c 'import importlib.util as u, sys; print(*(p for p in sys.argv[1:] if u.find_spec(p)))' \
-    torch triton pytest xdist pydantic yaml transformers peft accelerate safetensors fla flash_attn \
-    flash_attn_interface) "
+# Names of modules whose packages are there in the versions of pyproject.toml; others go into $out/packages.txt, with why.
+present() {
+    python3 - "$out/packages.txt" "$@" <<'END'
+import importlib.util, re, sys, tomllib
+from importlib import metadata
+
+def numbers(text):
+    return [int(one) for one in re.findall(r"\d+", text)[:3]]
+
+named = {"yaml": "PyYAML", "xdist": "pytest-xdist", "fla": "flash-linear-attention", "flash_attn": "flash-attn"}
+with open("pyproject.toml", "rb") as file:
+    project = tomllib.load(file)["project"]
+wanted = [*project["dependencies"], *(one for some in project["optional-dependencies"].values() for one in some)]
+lowest = {one[1].lower(): one[2] for line in wanted if (one := re.match(r"([\w-]+)>=([\d.]+)", line))}
+with open(sys.argv[1], "w") as file:
+    for module in sys.argv[2:]:
+        name, least = named.get(module, module), lowest.get(named.get(module, module).lower(), "0")
+        try:
+            found = metadata.version(name) if importlib.util.find_spec(module) else ""
+        except metadata.PackageNotFoundError:
+            found = least  # a stand-in, or built in place
+        if found and numbers(found) >= numbers(least):
+            print(module)
+        else:
+            print(module, f"{name} {found or 'is missing'}" + (f", {least} is needed" if found else ""), file=file)
+END
+}
+modules="torch triton pytest xdist pydantic yaml transformers peft accelerate safetensors datasets fla flash_attn
+    flash_attn_interface"
+if [ -z "$dry" ]; then
+    export PYTHONPATH="$PYTHONPATH:$out/site"
+    missing="$(present $modules >/dev/null; grep -cE '^(pydantic|yaml|transformers|peft|accelerate|safetensors|datasets) ' "$out/packages.txt")"
+    if [ "$missing" != 0 ]; then
+        python3 -m pip install -q --retries 0 --timeout 10 --no-deps --upgrade --target "$out/site" -c constraints.txt \
+            -r scripts/gpu_wheels.txt >"$out/pip.log" 2>&1 || say "left    pip: $(tail -n 1 "$out/pip.log")"
+    fi
+fi
+present=" $(present $modules | tr '\n' ' ')"
 has() { [[ "$present" == *" $1 "* ]]; }
 # part NAME SECONDS PACKAGES COMMAND...: runs it into NAME.log, unless a package is missing.
 part() {
@@ -43,7 +78,7 @@ part() {
     shift 3
     [[ "$name" =~ $only ]] || return 0
     for package in $needs; do
-        has "$package" || { say "left    $name: no $package here"; return; }
+        has "$package" || { say "left    $name: $(sed -n "s/^$package //p" "$out/packages.txt")"; return; }
     done
     [ -z "$dry" ] && [ "$seconds" -gt $((limit - SECONDS)) ] && seconds=$((limit - SECONDS))
     [ "$seconds" -gt 5 ] || { say "left    $name: no time"; return; }
@@ -94,7 +129,7 @@ say "$(sed -n '2,3p' "$out/machine.txt" | tr '\n' ' ')"
 for package in fla flash_attn flash_attn_interface; do
     has "$package" || say "left    everything beside $package: it is not installed"
 done
-all="pydantic yaml transformers peft accelerate safetensors"
+all="torch pydantic yaml transformers peft accelerate safetensors datasets"
 collected=()
 short="data.max_length=128 training.max_steps=3 training.logging_steps=1 logging.progress=false"
 tiny="$short depends_on=[] model.name_or_path=builtin:qwen2-tiny logging.sample_prompts=[] data.eval=[]
@@ -126,7 +161,7 @@ else
     done
     wait
     # Measured one after the other: nothing else may be on the device.
-    part lora 180 "$all" python3 scripts/bench/gpu_step.py --models qwen2.5-7b --layers 8 --out "$out/lora.jsonl"
+    part lora 200 "$all" python3 scripts/bench/gpu_step.py --models qwen2.5-7b --layers 8 --out "$out/lora.jsonl"
     part times 100 torch python3 scripts/bench/operators.py --gpu --out "$out"
     tests attention 60 "$all pytest" tests/attention/test_flash_on_gpu.py &
     tests formats 120 "$all pytest" tests/end_to_end/test_gpu.py $(has xdist && echo "-n 4") &
@@ -155,6 +190,6 @@ fi
 count() { grep -c "^$1" "$out/summary.txt"; }
 say "in all $(count passed) passed, $(count failed) failed, $(count stopped) stopped, $(count left) left out;" \
     "$SECONDS s; everything is in $out and $out.tar.gz"
-tar -czf "$out.tar.gz" -C "$(dirname "$out")" --exclude="$(basename "$out")/runs" --exclude="$(basename "$out")/cache" \
+tar -czf "$out.tar.gz" -C "$(dirname "$out")" --exclude="$(basename "$out")/"{runs,cache,site} \
     "$(basename "$out")"
-! grep -qE '^(failed|stopped)' "$out/summary.txt"
+grep -q '^passed' "$out/summary.txt" && ! grep -qE '^(failed|stopped)' "$out/summary.txt"

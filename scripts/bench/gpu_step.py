@@ -8,8 +8,9 @@
 LoRA of rank 16, bf16, random weights, 2 rows of 4,096 tokens, each one sample, as in published tables: every token
 has a label and neither side needs a mask, so that both use a flash kernel. No checkpointing.
 Every case is a process of its own. ``--out FILE`` keeps each case as a line of JSON once it is measured; what the file
-holds is not measured again, so several calls may share the work. Beside the measured speed stands what the paper
-profiler predicts. Leaves with 1 if a way of halftune failed.
+holds of this GPU and this commit is not measured again, unless it failed, so several calls may share the work. Beside
+the measured speed stands what the paper profiler predicts. Leaves with 1 if a way of halftune failed; what a plan
+refuses on this GPU (fp8 on an A100) did not.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -38,10 +40,11 @@ UNTIED = ("qwen2.5-7b", "llama-3.1-8b")
 TINY = QWEN | dict(zip(NAMES, (64, 128, 2, 4, 2), strict=True)) | {"vocab_size": 4096}
 WAYS: dict[str, dict[str, Any]] = {
     "fused": {},
+    "trainer": {},
     "plain": {"training": {"fused_layers": False}},
     "compile": {"training": {"torch_compile": True}},
+    "plain-compile": {"training": {"fused_layers": False, "torch_compile": True}},
     "fp8": {"precision": {"compute": "bf16", "linear": "fp8"}},
-    "trainer": {},
 }
 DRY = ("fused", "plain", "trainer")
 STEPS = 10
@@ -81,7 +84,14 @@ def measured(folder: Path, name: str, way: str, layers: int) -> dict[str, Any]:
     tree = recipe(file.parent, 2, 128 if tiny else 4096, 16, method="pretrain", **own | WAYS[way])
     write_lines(file.parent / "documents.jsonl", [{"text": "\n".join(one["completion"] for one in documents())}])
     file.write_text(json.dumps(tree))
-    return plain(file, STEPS) if way == "trainer" else {**ours(file, STEPS), **predicted(tree, file, tiny)}
+    if way == "trainer":
+        return plain(file, STEPS)
+    from halftune.core.errors import PlanError
+
+    try:
+        return {**ours(file, STEPS), **predicted(tree, file, tiny)}
+    except PlanError as error:
+        return {"refused": str(error)}
 
 
 def predicted(tree: dict[str, Any], file: Path, tiny: bool) -> dict[str, Any]:
@@ -99,6 +109,14 @@ def predicted(tree: dict[str, Any], file: Path, tiny: bool) -> dict[str, Any]:
         return {"unpredicted": str(error)}
 
 
+def where() -> dict[str, str]:
+    """The GPU and the commit that a line belongs to."""
+    import torch
+
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    return {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "commit": commit}
+
+
 def table(found: list[dict[str, Any]]) -> str:
     """Every case as a row: tokens per second, measured and predicted, over those of the Trainer, and memory."""
     lines = [head("model, way", "tokens / s", "predicted", "of the Trainer's", "peak GiB", "plan expects GiB", "MFU")]
@@ -108,7 +126,7 @@ def table(found: list[dict[str, Any]]) -> str:
         memory = [f"{one[key] / 2**30:.1f}" if one.get(key) else "–" for key in ("peak", "expected")]
         ahead = f"{speed / other:.2f}" if speed and other and one["way"] != "trainer" else "–"
         rates = [f"{one[key]:,.0f}" if one.get(key) else "–" for key in ("wall", "predicted")]
-        rates[0] = one.get("note", rates[0])
+        rates[0] = one.get("note") or one.get("refused") or rates[0]
         name = f"{one['model']}{', ' + str(one['layers']) + ' layers' if one['layers'] else ''}, {one['way']}"
         lines.append(row(name, *rates, ahead, *memory, f"{mfu:.0%}" if mfu else "–"))
     return "\n".join(lines)
@@ -128,12 +146,15 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true")
     asked = parser.parse_args()
     models, ways = (["tiny"], DRY) if asked.dry_run else (asked.models, asked.ways)
-    found = read_lines(asked.out) if asked.out and asked.out.is_file() else []
+    here = where()
+    lines = read_lines(asked.out) if asked.out and asked.out.is_file() else []
+    found = [one for one in lines if here.items() <= one.items() and "note" not in one]
     for model in models:
         folder = Path(tempfile.mkdtemp())
         known = {one["way"] for one in found if (one["model"], one["layers"]) == (model, asked.layers)}
         for way in (one for one in ways if one not in known):
-            found.append({"model": model, "way": way, "layers": asked.layers} | fresh(folder, model, way, asked.layers))
+            named = {"model": model, "way": way, "layers": asked.layers, **here}
+            found.append(named | fresh(folder, model, way, asked.layers))
             if asked.out:
                 with asked.out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(found[-1]) + "\n")

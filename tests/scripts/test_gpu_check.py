@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -38,3 +39,14 @@ def test_every_operator_with_a_kernel_checks_itself() -> None:
     listed = re.search(r"for operator in ([\w\s\\]+); do", SCRIPT.read_text())
     assert listed is not None
     assert set(listed[1].replace("\\", "").split()) == {one for one in OPERATORS if has_triton(one)}
+
+
+def test_parts_whose_packages_are_too_old_are_left_out(tmp_path: Path) -> None:
+    old = tmp_path / "transformers-4.0.dist-info"
+    old.mkdir()
+    (old / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.0\n")
+    asked = {"GPU_CHECK_DRY": "1", "GPU_CHECK_ONLY": "^plan$", "GPU_CHECK_OUT": str(tmp_path / "out")}
+    done = subprocess.run(["bash", SCRIPT], env=os.environ | asked | {"PYTHONPATH": str(tmp_path)}, check=False)
+    left = [line.split()[1:4] for line in (tmp_path / "out" / "summary.txt").read_text().splitlines()]
+    assert ["plan:", "transformers", "4.0,"] in left
+    assert done.returncode == 1, "nothing passed"
