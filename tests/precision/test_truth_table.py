@@ -208,6 +208,14 @@ def test_where_float8_is_refused(machine: str, adapter: Any, asked: dict[str, An
     assert (caught.value.where, caught.value.code) == ("precision.linear", "precision.compute_unavailable")
 
 
+def test_float8_needs_a_layer_of_its_sizes() -> None:
+    odd = facts(hidden_size=1000, intermediate_size=2000)
+    with pytest.raises(PlanError) as caught:
+        plan("h200", model=odd, linear="fp8")
+    assert caught.value.code == "precision.compute_unavailable"
+    assert plan("h200", model=facts(hidden_size=1008), linear="fp8").linear is not None
+
+
 @pytest.mark.parametrize(
     ("name", "capability", "auto", "fp16"),
     [

@@ -173,6 +173,7 @@ def _linear(
     reason = row.fp8.reason.format(device=describe(device))
     full = isinstance(adapter, NoAdapter)
     plain = full or (isinstance(adapter, LoraAdapter) and not adapter.use_dora and not adapter.reduces_base)
+    shapes = [one.shape for one in facts.likely_tensors if one.kind == "linear" and one.layers]
     wrong = {
         "float8 products are of frozen weights under LoRA (without DoRA, PiSSA and OLoRA), or of full fine-tuning": (
             not plain
@@ -181,6 +182,8 @@ def _linear(
         f"the checkpoint is quantised already ({facts.quantization})": format_of(facts.quantization).bytes_per_param
         is not None,
         reason: row.fp8.answer != "yes",
+        "no linear layer has sizes that are multiples of 16": bool(shapes)
+        and not any(side % 16 == 0 == other % 16 for side, other in shapes),
     }
     why = next((what for what, found in wrong.items() if found), "")
     if not why:
