@@ -94,7 +94,7 @@ def session(tmp_path: Path) -> ChatSession:
 @pytest.mark.filterwarnings("ignore")
 def test_a_conversation_keeps_its_images(session: ChatSession, tmp_path: Path, capsys: Any) -> None:
     repl, file = Repl(session), write_image(tmp_path / "one.png", 60, 40)
-    for line in (f"/image {file}", ASKED, "And now?"):
+    for line in (f'/image "{file}"', ASKED, "And now?"):
         repl.handle(line)
     assert not session.attached
     first, _, last, _ = session.history

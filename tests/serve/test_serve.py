@@ -508,6 +508,14 @@ def test_runs_that_cannot_be_served_together(folders: dict[str, Path], tmp_path:
         ([folders["one"], added], ModelError, "serve.different_base"),
         ([added, folders["one"]], ModelError, "serve.different_base"),
     ]
+    image_model(tmp_path / "seeing", "qwen2_vl")
+    write_image(tmp_path / "one.png", 60, 40)
+    data = {"train": str(write_rows(tmp_path, ROWS)), "images": True}
+    pair = [
+        finished_run(tmp_path / f"up_to_{most}", tmp_path / "seeing", data={**data, "image_max_pixels": most})
+        for most in (4000, 8000)
+    ]
+    cases.append((pair, ModelError, "serve.different_base"))
     for targets, kind, code in cases:
         with pytest.raises(kind) as caught:
             open_runs([str(one) for one in targets])

@@ -121,21 +121,21 @@ class Repl:
         if not argument:
             print("use /image PATH")
             return
-        image = self.session.attach(argument)
+        image = self.session.attach(_unquoted(argument))
         print(f"attached: {image.width} × {image.height} pixels")
 
     def _video(self, argument: str) -> None:
         if not argument:
             print("use /video PATH")
             return
-        video = self.session.attach(argument, "video")
+        video = self.session.attach(_unquoted(argument), "video")
         print(f"attached: {video.width} × {video.height} pixels, {video.seconds:.1f} s")
 
     def _audio(self, argument: str) -> None:
         if not argument:
             print("use /audio PATH")
             return
-        sound = self.session.attach(argument, "audio")
+        sound = self.session.attach(_unquoted(argument), "audio")
         print(f"attached: {sound.seconds:.1f} s")
 
     def _system(self, argument: str) -> None:
@@ -147,3 +147,8 @@ class Repl:
         self.session.attached.clear()
         self._last = ""
         print("new conversation")
+
+
+def _unquoted(path: str) -> str:
+    """A path without the quotes that a shell would need."""
+    return path[1:-1] if path[:1] in ("'", '"') and path[:1] == path[-1:] and len(path) > 2 else path

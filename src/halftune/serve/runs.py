@@ -11,6 +11,11 @@ from halftune.model.files.result import FINAL
 from halftune.model.result.completed_run import CompletedRun, open_run
 
 log = get_logger(__name__)
+# Keys of ``data`` by which the first run's processor takes media for all.
+_MEDIA = (
+    "media", "image_min_pixels", "image_max_pixels", "video_fps", "video_max_frames", "video_min_pixels",
+    "video_max_pixels", "audio_max_seconds",
+)  # fmt: skip
 _SHARED = ("storage", "trainable", "compute", "autocast")  # dtypes that models of one base have in common
 
 
@@ -89,7 +94,7 @@ def _check_same_base(first: CompletedRun, run: CompletedRun) -> None:
              _SHARED]  # fmt: skip
     pairs += [(key, getattr(of_first.model, key), getattr(of_run.model, key)) for key in
               ("name_or_path", "revision", "quantization", "parts")]  # fmt: skip
-    pairs.append(("images", of_first.data.media, of_run.data.media))
+    pairs += [(f"data.{key}", getattr(of_first.data, key), getattr(of_run.data, key)) for key in _MEDIA]
     # a run without them would answer with rows that its tokenizer does not have
     pairs.append(("tokens.add", *(list(one.model.tokens.add) for one in (of_first, of_run))))
     for key, ours, other in pairs:

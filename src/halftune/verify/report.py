@@ -69,6 +69,8 @@ def compare(
     reference: str,
     weights: Sequence[Finding] = (),
     not_compared: str = "",
+    *,
+    media: bool = False,
 ) -> Report:
     """Compare a target with a result.
 
@@ -79,6 +81,7 @@ def compare(
         reference: the result's name.
         weights: what comparing files of weights has found.
         not_compared: why the files were not compared.
+        media: whether the result takes images, videos or sounds.
     """
     lines: list[tuple[str, str]] = []
     findings = [*_tokens(probes, target, tokenizer, lines), *_stops(probes, target, tokenizer, lines)]
@@ -86,6 +89,8 @@ def compare(
     findings += _weights(probes, target, tokenizer, lines, numbers, weights)
     if not_compared:
         lines.append(("files", f"weights are not compared one by one: {not_compared}"))
+    if media:
+        lines.append(("media", "probes are texts: answers to images, videos and sounds are not compared"))
     named = [_explained(one, target.kind) for one in findings]
     return Report(reference, target.name, len(probes.probes), lines, named, numbers)
 

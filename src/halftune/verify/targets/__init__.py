@@ -2,7 +2,7 @@
 
 In: a path or an address.
 Out: its tokens, stops and log-probabilities.
-Imported by: `cli`, `verify.reference`, `verify.report`, `verify.weights`.
+Imported by: `cli`, `verify.processors`, `verify.reference`, `verify.report`, `verify.weights`.
 """
 
 from __future__ import annotations

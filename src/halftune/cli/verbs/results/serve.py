@@ -46,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-tokens", type=positive, metavar="N",
         help="tokens of prompt and answer together (default: the model's context, at most 32768)",
     )  # fmt: skip
-    parser.add_argument("--max-body", type=positive, metavar="BYTES", default=1 << 20, help="default: %(default)s")
+    parser.add_argument(
+        "--max-body", type=positive, metavar="BYTES", help="of a request (default: 1 MiB, 32 MiB where media are taken)"
+    )
     parser.add_argument(
         "--queue", type=positive, metavar="N", default=128, help="requests running or waiting (default: %(default)s)"
     )
@@ -137,7 +139,8 @@ def _transformers(args: argparse.Namespace, runs: dict[str, CompletedRun], base:
 
     engine = Engine(runs, base, args.max_tokens)
     try:
-        door = build_app(engine, key=key, body=args.max_body, queue=args.queue)
+        body = args.max_body or (1 << 20 if engine.images is None else 1 << 25)
+        door = build_app(engine, key=key, body=body, queue=args.queue)
         models = ", ".join(engine.models)
         cut = serve(door, listening, args.grace, lambda url: print(f"{url}/v1 · models: {models}", flush=True))
     finally:

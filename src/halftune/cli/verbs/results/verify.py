@@ -82,9 +82,11 @@ def _result(target: str) -> Path:
 
 
 def _compared(reference: Reference, args: argparse.Namespace) -> Report:
+    from halftune.verify.processors import compare_processors, takes_media
     from halftune.verify.report import compare
 
     against, weights, skipped = args.against, [], ""
+    own = next((one for one in (reference.folder, Path(reference.base)) if takes_media(one)), None)
     target: Target
     if against.startswith(("http://", "https://")):
         from halftune.verify.targets.server import ServerTarget
@@ -103,7 +105,9 @@ def _compared(reference: Reference, args: argparse.Namespace) -> Report:
         weights, skipped = compare_weights(
             reference.folder, target, args.base, quantised=bool(reference.probes.weights)
         )
-    return compare(reference.probes, target, reference.tokenizer, str(reference.folder), weights, skipped)
+        weights += compare_processors(own, target.folder) if own else []
+    name, tokenizer = str(reference.folder), reference.tokenizer
+    return compare(reference.probes, target, tokenizer, name, weights, skipped, media=own is not None)
 
 
 def _existing(against: str) -> Path:
