@@ -180,7 +180,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, dict
             "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
             "image_size": 28, "patch_size": 7, "projector_input_dim": 24, "projector_output_dim": 24,
             "vision_output_dim": 24, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}},
-        {"image_processor_type": "Llama4ImageProcessor", "size": {"height": 28, "width": 28}, "max_patches": 4},
+        {"image_processor_type": "Llama4ImageProcessorFast", "size": {"height": 28, "width": 28}, "max_patches": 4},
         {"patch_size": 7}, "<|image|>", {"image_token": "<|patch|>"},
     ),
     "lfm2_vl": (
@@ -188,7 +188,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, dict
          "projector_hidden_size": 24, "vision_config": {
             "model_type": "siglip2_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
             "num_attention_heads": 2, "num_patches": 16, "patch_size": 7}},
-        {"image_processor_type": "Lfm2VlImageProcessor", "encoder_patch_size": 7, "tile_size": 28,
+        {"image_processor_type": "Lfm2VlImageProcessorFast", "encoder_patch_size": 7, "tile_size": 28,
          "min_image_tokens": 2, "max_image_tokens": 5, "max_tiles": 4},
         {}, "<image>",
         {"image_token": "<image>", "image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>",
