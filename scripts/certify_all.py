@@ -1,4 +1,4 @@
-"""Certifies every text and image-text model type of the installed transformers, and writes the page of the results.
+"""Certifies every model type of transformers for text, images with text, or audio, and writes the page of the results.
 
 python scripts/certify_all.py                                   all types, two at a time; about an hour
 python scripts/certify_all.py --kinds qwen3 gpt_oss             only these; prints them
@@ -42,9 +42,9 @@ HEAD = """# Compatibility
 
 Made by `scripts/certify_all.py` on {day} with {versions}.
 
-Each model type of transformers with a causal or image-text language model was certified with the default values of its
-config class: a small copy of the real class with random weights, planned for one {hardware}. A model with other values
-may differ: `halftune certify MODEL` judges yours in a minute.
+Each model type of transformers with a causal or image-text language model, or that trains on audio, was certified with
+the default values of its config class: a small copy of the real class with random weights, planned for one {hardware}.
+A model with other values may differ: `halftune certify MODEL` judges yours in a minute.
 
 | sign | meaning |
 |---|---|
@@ -71,10 +71,11 @@ own code does not build or run a small copy of its default values. {refused} are
 
 
 def kinds() -> list[str]:
-    """Every model type with a causal or an image-text model."""
+    """Every model type with a causal or an image-text model, or that trains on audio."""
     from halftune.config.facts.families import _classes, causal_types
+    from halftune.config.facts.media import AUDIO_FAMILIES
 
-    return sorted(causal_types() | set(_classes("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")))
+    return sorted(causal_types() | AUDIO_FAMILIES.keys() | set(_classes("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")))
 
 
 def certified(kind: str, folder: Path) -> dict[str, Any]:

@@ -185,8 +185,9 @@ def test_files_go_with_the_next_message(chat_web_ui: Any, open_page: Callable[..
     answer = "tuned data:image/png; input_audio input_audio what is this"
     page.wait_for_function("said => document.querySelector('#trained .assistant')?.textContent === said", arg=answer)
     assert page.locator("#trained .user img").count() == 1
-    seconds = page.evaluate("[...document.querySelectorAll('#trained .user audio')].map((one) => one.duration)")
-    assert seconds == [SAMPLES / RATE, SAMPLES / RATE]
+    lasts = "(all) => [...document.querySelectorAll('#trained .user audio')].every((one) => one.duration === all)"
+    page.wait_for_function(lasts, arg=SAMPLES / RATE)
+    assert page.locator("#trained .user audio").count() == 2
     assert page.locator(".media div").count() == 0
 
 
