@@ -16,6 +16,7 @@ from halftune.certify.certify import _small, certify
 from halftune.certify.conversations import conversations
 from halftune.certify.numbers import same_numbers
 from halftune.certify.runs import resumed
+from halftune.certify.small_model import default_config, small_config
 from halftune.certify.workbench import TOKENIZER, Workbench
 from halftune.cli import main
 from halftune.config.sections.model import ModelSection
@@ -236,3 +237,11 @@ def test_the_command_says_no_by_its_exit_code(
         main(["certify", str(tmp_path), "--json"])
     assert end.value.code == 3
     assert json.loads(capsys.readouterr().out)["error"]["code"] == "model.config_missing"
+
+
+@pytest.mark.parametrize("kind", ["voxtral", "glmasr"])
+def test_positions_of_an_audio_token_stay_as_wide_as_the_feed_forward_layer(kind: str) -> None:
+    """A shape of the encoder's output makes four positions one token."""
+    audio = small_config(default_config(kind)).audio_config
+    assert audio.intermediate_size == 4 * audio.hidden_size
+    assert audio.num_hidden_layers == 1

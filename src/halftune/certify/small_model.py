@@ -21,6 +21,7 @@ _FIRST_ID = 100  # no special token
 _WIDE, _NARROW = ("intermediate_size", "ffn_dim", "vocab_size"), 128
 _DEPTHS = ("num_hidden_layers", "depth", "num_layers", "encoder_layers", "n_layers", "layers")
 _WIDTH_OF_TEXT = ("out_hidden_size", "text_hidden_size")
+_MERGING = ("voxtral_encoder", "glmasr_encoder")  # positions of one token are as wide as the feed-forward layer
 _SEEN = ("image", "video", "audio", "vision")
 # What published checkpoints say, where the code contradicts the default values or these are no whole model.
 _HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
@@ -105,6 +106,8 @@ def small_config(config: PretrainedConfig, vocabulary: int | None = VOCABULARY) 
             continue
         values = _shallow(part.to_dict(), layers=1)
         values |= {one: shorter["hidden_size"] for one in _WIDTH_OF_TEXT if one in values}
+        if part.model_type in _MERGING:
+            values["intermediate_size"] = part.intermediate_size
         setattr(whole, name, type(part).from_dict(values))
     setattr(whole, text_config_name(config), small)
     _shrink_sizes(whole, vocabulary)
