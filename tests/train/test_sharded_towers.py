@@ -167,6 +167,10 @@ def run(folder: Path, case: str, rows: dict[str, Any], name: str, processes: int
         "data": {"eval": str(file), **changes.get("data", {})}, "model": section(folder, rows, mode),
         "training": training, "distributed": {**shared, "num_processes": processes},
     }  # fmt: skip
+    if case == "lora":
+        media = [str(folder / SEEN["images"][0])]
+        own["logging"] = {"sample_prompts": ["<image>What is it?"], "sample_media": media, "probes": 1}
+        own["generation"] = {"max_new_tokens": 4, "temperature": 0}
     loaded, _ = media_recipe(folder, file, keys_of(rows), **{**changes, **own})
     return loaded, resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model), world_size=processes)
 
@@ -189,9 +193,14 @@ def test_two_processes_train_sharded_towers_as_one(case: str, tmp_path: Path, mo
         name: load_file(next((tmp_path / name / "final").glob("*.safetensors"))) for name in ("one", "two", "rest")
     }
     assert finals["one"].keys() == finals["two"].keys() == finals["rest"].keys()
+    # A gradient that rounds to its neighbour moves a weight by learning_rate / adam_epsilon = 10 times that.
+    rounding = 10 * max(curve(tmp_path / "one", "grad_norm")) * torch.finfo(torch.float32).eps
     for name, one in finals["one"].items():
-        torch.testing.assert_close(finals["two"][name], one, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(finals["two"][name], one, rtol=1e-4, atol=rounding)
         assert torch.equal(finals["rest"][name], finals["two"][name])
+    if case == "lora":
+        shown = [json.loads((tmp_path / name / "samples.json").read_text()) for name in ("one", "two")]
+        assert shown[0] == shown[1]
 
 
 def test_an_encoder_that_skips_layers_at_random_is_not_sharded(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from halftune.core.processes import heartbeat
 from halftune.model.files.locate import media_of
 from halftune.model.generate import generate_reply
 from halftune.train.callback import Callback, Phase
-from halftune.train.parallel.fsdp2 import reshard
 from halftune.train.state import TrainState
 
 if TYPE_CHECKING:
@@ -75,9 +74,10 @@ class Samples(Callback):
         messages.append({"role": "user", "content": content})
         kind = run.device.type
         own = kind in ("cuda", "xpu")  # devices whose random stream can be set aside
-        with torch.random.fork_rng([run.device] if own else [], device_type=kind if own else "cuda"):
+        aside = torch.random.fork_rng([run.device] if own else [], device_type=kind if own else "cuda")
+        with aside, run.strategy.generating(run.model):
             torch.manual_seed(run.config.training.seed)
-            answer = generate_reply(
+            return generate_reply(
                 run.model,
                 run.tokenizer,
                 messages,
@@ -88,9 +88,6 @@ class Samples(Callback):
                 sharded=run.device if run.sharded else None,
                 images=self._media,
             )
-        if run.sharded:
-            reshard(run.model)
-        return answer
 
     def _write(self, run: TrainState, rows: list[dict[str, Any]]) -> None:
         if not run.is_main:

@@ -136,6 +136,8 @@ class Fsdp2(Strategy):
         kept = parts if once is not None and once.value and self.plan.parallel.reshard else []
         for one in kept:
             one.set_reshard_after_forward(False, recurse=False)
+        self.root._get_fsdp_state()._lazy_init()
+        self.root.unshard()  # generation encodes media before the root's forward pass
         try:
             yield
         finally:
