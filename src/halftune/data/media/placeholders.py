@@ -35,7 +35,7 @@ class Placeholders:
 
     def read(self, reading: Reading, row: Mapping[str, Any]) -> Record:
         """The record of a row; see ``read_row``."""
-        return read_row(reading, row, self._settings.kinds)
+        return read_row(reading, row, self._settings.kinds, self._settings.on_bad)
 
     def expand(self, rendering: Rendering, media: Sequence[tuple[str, Any]]) -> Rendering:
         """The rendering with placeholders, and the references of its media.
