@@ -9,8 +9,8 @@ import io
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,33 @@ def media_same(store: TokenStore) -> bool:
     return all(ref.is_unchanged() for ref in refs)
 
 
+def places(paths: Iterable[str]) -> dict[str, list[Any]]:
+    """Where paths lead, and the time in ns and the size of what is there, or zeros; empty paths are left out."""
+    return {path: _place(path) for path in paths if path}
+
+
+def _place(path: str) -> list[Any]:
+    target = os.path.realpath(path)
+    try:
+        found = os.stat(target)
+    except OSError:
+        return [target, 0, 0]
+    return [target, found.st_mtime_ns, found.st_size]
+
+
+def path_of(value: Any, folder: Path | None) -> str:
+    """The absolute path that a row names; empty for what is in the row itself, and for an address."""
+    with suppress(BadMedia):
+        given = _given(value)
+        if folder is not None and isinstance(given, str) and not given.startswith("data:") and not _is_address(given):
+            return str(folder.absolute() / given.removeprefix("file://"))
+    return ""
+
+
+def _is_address(given: str) -> bool:
+    return "://" in given and not given.startswith("file://")
+
+
 def refer(value: Any, folder: Path | None, kind: str = "image") -> MediaRef:
     """The reference of a row's image, video or sound; reads its header, and counts a video's frames.
 
@@ -129,7 +156,7 @@ def refer(value: Any, folder: Path | None, kind: str = "image") -> MediaRef:
     if given.startswith("data:"):
         content = _of_url(given)
         return _reference(content, content=content)
-    if "://" in given and not given.startswith("file://"):
+    if _is_address(given):
         raise BadMedia(f"{given.partition(':')[0]} addresses are not read; download the files")
     path, file = _inside(given.removeprefix("file://"), folder)
     made = _reference(_read(file), path=str(path), changed=file.stat().st_mtime_ns)
