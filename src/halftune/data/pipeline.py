@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 WRITTEN = 4096  # examples written at a time
+_FILES = "files"  # in the cache beside the report: places of the media of dropped rows
 PACKAGE = Path(__file__).parent  # any change in here may change tokens, labels or the report
 
 Tokenised = tuple[TokenStore, dict[str, Any]]
@@ -77,18 +78,18 @@ def code_of(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def cached(key: str, make: Make, valid: Callable[[TokenStore], bool] | None = None) -> Tokenised:
+def cached(key: str, make: Make, valid: Callable[[TokenStore, dict[str, Any]], bool] | None = None) -> Tokenised:
     """Return the result of ``make``, from the cache if it is there; an entry that is not ``valid`` is rebuilt."""
 
     def save(folder: Path) -> None:
         (folder / "report.json").write_text(json.dumps(make(folder)[1]), encoding="utf-8")
 
     def load(folder: Path) -> Tokenised | None:
-        found = load_store(folder)
-        if valid is not None and not valid(found):
+        found, values = load_store(folder), json.loads((folder / "report.json").read_text(encoding="utf-8"))
+        if valid is not None and not valid(found, values[_FILES]):
             log.info("files that the token cache refers to changed: rebuilding")
             return None
-        return found, json.loads((folder / "report.json").read_text(encoding="utf-8"))
+        return found, values
 
     return disk_cache.stored(disk_cache.entry("data", key), save, load, "tokenised data") or make(None)
 
@@ -212,9 +213,9 @@ def _source(
         if (section.samples or 0) > len(rows):
             log.warning("%s: samples: %s exceeds its %s rows", section.path, section.samples, len(rows))
         chosen = choose_rows(len(rows), section.samples, seed=seed, first=section.sampling == "first")
-        store, report = _tokenize(rows, chosen, section, config, tokenizer, settings, folder)
+        store, report, files = _tokenize(rows, chosen, section, config, tokenizer, settings, folder)
         source.check()
-        return store, asdict(report)
+        return store, {**asdict(report), _FILES: files}
 
     if not config.data.cache:
         store, values = make(None)
@@ -228,7 +229,7 @@ def _source(
         }
         valid = settings.images.unchanged if settings.images else None
         store, values = cached(cache_key(tokenizer, parts), make, valid)
-    report = SourceReport.from_dict(values)
+    report = SourceReport.from_dict({name: value for name, value in values.items() if name != _FILES})
     log.info("%s: format %s, %s of %s rows kept", section.path, report.format, report.kept, report.taken)
     _warn(report, config.data.max_length)
     return store, report
@@ -259,7 +260,7 @@ def _tokenize(
     tokenizer: PreTrainedTokenizerBase,
     settings: Settings,
     folder: Path | None,
-) -> tuple[TokenStore, SourceReport]:
+) -> tuple[TokenStore, SourceReport, dict[str, Any]]:
     from halftune.data.encode.workers import tokenize_rows  # prepared data is read from its cache
 
     gc.freeze()  # rows and modules stay alive: scanning them in every full collection takes a tenth of the time
@@ -282,14 +283,14 @@ def _tokenize(
         from halftune.data.encode.groups import Grouper  # few runs have rated rows
 
         grouper = Grouper(settings.group, settings.max_length)
-    _collect(rows, chosen, outcomes, report, writer, grouper)
+    files = _collect(rows, chosen, outcomes, report, writer, grouper)
     if not report.kept:
         raise nothing_left(report.name, report.dropped)
     report.check_lost()
     store = writer.finish()
     report.samples, report.tokens, report.trained_tokens = len(store), len(store.ids), int(store.trained.sum())
     report.lengths = histogram(store.lengths)
-    return store, report
+    return store, report, files
 
 
 def _collect(
@@ -299,9 +300,13 @@ def _collect(
     report: SourceReport,
     writer: StoreWriter,
     grouper: Grouper | None,
-) -> None:
-    """Write examples and their origins, in groups if there is a grouper; count each row's outcome in ``report``."""
+) -> dict[str, Any]:
+    """Write examples and their origins, in groups if there is a grouper; count each row's outcome in ``report``.
+
+    Returns the places of the media of dropped rows.
+    """
     examples, origins, waiting = list[Example](), list[tuple[int, int]](), list[int]()
+    files = dict[str, Any]()
     try:
         for index, outcome in zip(chosen.tolist(), outcomes, strict=True):
             found, places = outcome.examples, [rows.origin(index)] * len(outcome.examples)
@@ -314,6 +319,7 @@ def _collect(
             if outcome.examples and (note := rows.note(index)):
                 outcome.notes = (*outcome.notes, note)
             report.count(outcome, rows, index)
+            files |= outcome.files
             if len(examples) >= WRITTEN:
                 writer.append(examples, origins)
                 examples, origins = [], []
@@ -325,6 +331,7 @@ def _collect(
         report.dropped.setdefault("left over, fewer than method.group_size", Count()).add(rows.place(index))
     if examples:
         writer.append(examples, origins)
+    return files
 
 
 def _hold_out(stores: Sequence[TokenStore], share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:

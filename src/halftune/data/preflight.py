@@ -108,7 +108,8 @@ def _reader(reading: Reading, config: RunConfig) -> Callable[[Mapping[str, Any]]
         return lambda row: reading.format.read(with_nulls(reading.rename(row)))
     from halftune.data.media.rows import read_row  # few runs have images
 
-    return lambda row: read_row(reading, with_nulls(reading.rename(row)), config.data.media)
+    data = config.data
+    return lambda row: read_row(reading, with_nulls(reading.rename(row)), data.media, data.on_bad_media)
 
 
 def _read(

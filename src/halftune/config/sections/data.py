@@ -188,8 +188,8 @@ class DataSection(Section):
     more than once and the disk has room."""
 
     on_bad_media: Literal["error", "drop"] = "error"
-    """A missing, broken or too large image, video or sound stops the run (`error`), or its row is dropped and counted
-    (`drop`)."""
+    """A missing, broken or too large image, video or sound, or another number of markers than of files, stops the run
+    (`error`), or its row is dropped and counted (`drop`)."""
 
     @property
     def media(self) -> tuple[str, ...]:

@@ -54,6 +54,7 @@ class Outcome:
         characters, lost: number of rendered characters, and those that the tokenizer cannot represent.
         columns: numbers that the method reads.
         row: of a prompt, for its rewards.
+        files: of a dropped row, the places of its media.
     """
 
     examples: list[Example] = field(default_factory=list)
@@ -65,6 +66,7 @@ class Outcome:
     lost: str = ""
     columns: dict[str, float] = field(default_factory=dict)
     row: Mapping[str, Any] | None = None
+    files: Mapping[str, Any] = field(default_factory=dict)
 
 
 class RowTokenizer:
@@ -114,6 +116,8 @@ class RowTokenizer:
             for rendering, own in zip(renderings, tokens, strict=True) if number < CHECKED else ():
                 self._compare(rendering, own)
             self._finish(index, renderings, tokens, outcomes[index])
+            if outcomes[index].dropped and self._images is not None:
+                outcomes[index].files = self._images.places(renderings)
         return outcomes
 
     def _render_all(
@@ -128,7 +132,7 @@ class RowTokenizer:
                 try:
                     before = rendered[index] = self._render(row, outcomes[index])
                 except RowDropped as reason:
-                    outcomes[index].dropped = reason.reason
+                    outcomes[index].dropped, outcomes[index].files = reason.reason, reason.files
                 except RowError as error:
                     raise BadRow(index, error.what, error.remedy, error.code) from error
                 except (OutOfTime, MemoryError) as error:

@@ -110,11 +110,14 @@ ONLY_TEXT = "this run trains only text"  # end of the reason to drop a row with 
 
 
 class RowDropped(Exception):
-    """A well-formed row without anything to train on: it is dropped and counted under this reason."""
+    """A well-formed row without anything to train on: it is dropped and counted under this reason.
 
-    def __init__(self, reason: str) -> None:
+    ``files`` has the places of its media, which the token cache watches; see ``media.reference.place_of``.
+    """
+
+    def __init__(self, reason: str, files: Mapping[str, Any] | None = None) -> None:
         super().__init__(reason)
-        self.reason = reason
+        self.reason, self.files = reason, files or {}
 
 
 @dataclass(frozen=True)

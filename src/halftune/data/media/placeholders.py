@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from halftune.data.formats.conversation import Record, RowDropped, RowError
 from halftune.data.formats.detect import Reading
 from halftune.data.media.processor import MediaProcessor, MediaSettings, expand
-from halftune.data.media.reference import BadMedia, pack, refer
+from halftune.data.media.reference import BadMedia, pack, path_of, places, refer, unpack
 from halftune.data.media.rows import read_row
 from halftune.data.templates.control_tokens import ControlTokens
 from halftune.data.templates.loss_mask import Rendering
@@ -35,7 +35,11 @@ class Placeholders:
 
     def read(self, reading: Reading, row: Mapping[str, Any]) -> Record:
         """The record of a row; see ``read_row``."""
-        return read_row(reading, row, self._settings.kinds)
+        return read_row(reading, row, self._settings.kinds, self._settings.on_bad)
+
+    def places(self, renderings: Sequence[Rendering]) -> dict[str, list[Any]]:
+        """The places of the media of a row; see ``reference.places``."""
+        return places(ref.path for one in renderings if one.media for ref in unpack(one.media))
 
     def expand(self, rendering: Rendering, media: Sequence[tuple[str, Any]]) -> Rendering:
         """The rendering with placeholders, and the references of its media.
@@ -53,7 +57,8 @@ class Placeholders:
             texts = self._processor.texts(refs)
         except BadMedia as error:
             if self._settings.on_bad == "drop":
-                raise RowDropped("an image, a video or a sound cannot be used") from error
+                files = places(path_of(value, self._folder) for _, value in media)
+                raise RowDropped("an image, a video or a sound cannot be used", files) from error
             remedy = "correct or remove the row, or set data.on_bad_media: drop"
             raise RowError(str(error), remedy, "data.bad_media") from error
         tokens = [self._processor.token_of(ref) for ref in refs]

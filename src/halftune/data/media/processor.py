@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import chain
@@ -27,7 +27,7 @@ from halftune.config.run import RunConfig
 from halftune.core.errors import DataError
 from halftune.data.media.audio import AudioProcessor
 from halftune.data.media.processor_class import build_processor
-from halftune.data.media.reference import BadMedia, MediaRef, decode, media_same
+from halftune.data.media.reference import BadMedia, MediaRef, decode, media_same, places
 from halftune.data.media.video import AS_PROCESSOR, VideoProcessor, VideoSettings
 from halftune.data.store import TokenStore
 from halftune.data.templates.assistant_turns import Turn
@@ -75,9 +75,9 @@ class MediaSettings:
         beside = source if source.is_dir() else source.parent if source.is_file() else ""
         return replace(self, folder=str(media_folder or beside))
 
-    def unchanged(self, store: TokenStore) -> bool:
-        """Whether all images that a store refers to are as they were."""
-        return media_same(store)
+    def unchanged(self, store: TokenStore, files: Mapping[str, list[Any]]) -> bool:
+        """Whether all images that a store refers to are as they were, and the places of those of dropped rows."""
+        return media_same(store) and places(files) == files
 
     def with_images(self, fingerprint: str, store: TokenStore) -> str:
         """A source's fingerprint that also depends on the content of its images; itself for one without images."""

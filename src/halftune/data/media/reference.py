@@ -9,13 +9,14 @@ import io
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageOps
+from PIL.TiffImagePlugin import TiffImageFile
 
 from halftune.core.files import read_limited
 from halftune.data.media.frames import NotVideo, examine
@@ -23,6 +24,7 @@ from halftune.data.media.sound import NotSound, header
 from halftune.data.store import TokenStore
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # what PIL may try: fewer decoders that read foreign files
+_WIDTH, _HEIGHT = 0x0100, 0x0101  # tags of a TIFF
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # EXIF: these exchange width and height
 _LARGEST = 1 << 28  # bytes of a file
 
@@ -38,13 +40,14 @@ class MediaRef:
     Attributes:
         width, height: of an image or a frame in pixels, after the rotation that the file asks for; else 0.
         digest: of the encoded image, video or sound.
-        path: absolute path of the file; empty for an image in the row itself.
+        path: absolute path of the file, with the links of the row; empty for an image in the row itself.
         content: the encoded image of a row that holds it; else empty.
         changed: time of the file's last change, in ns.
         frames: of a sound samples of each channel, of a video pictures; else 0.
         rate: of a sound samples per second, from the header; else 0.
         size: of the file in bytes.
         fps: of a video pictures per second; else 0.
+        target: where links in ``path`` led; empty without links.
     """
 
     width: int
@@ -57,6 +60,7 @@ class MediaRef:
     rate: int = 0
     size: int = 0
     fps: float = 0.0
+    target: str = ""
 
     @property
     def kind(self) -> str:
@@ -74,9 +78,14 @@ class MediaRef:
         return self.frames / (self.fps or self.rate or 1)
 
     def is_unchanged(self) -> bool:
-        """Whether the file still has its time and size, or else its content; true for an image in the row."""
+        """Whether links lead where they did, and the file still has its time and size, or else its content.
+
+        True for an image in the row.
+        """
         if not self.path:
             return True
+        if self.target and os.path.realpath(self.path) != self.target:
+            return False
         try:
             found = os.stat(self.path)
             if (found.st_mtime_ns, found.st_size) == (self.changed, self.size):
@@ -103,6 +112,33 @@ def media_same(store: TokenStore) -> bool:
     return all(ref.is_unchanged() for ref in refs)
 
 
+def places(paths: Iterable[str]) -> dict[str, list[Any]]:
+    """Where paths lead, and the time in ns and the size of what is there, or zeros; empty paths are left out."""
+    return {path: _place(path) for path in paths if path}
+
+
+def _place(path: str) -> list[Any]:
+    target = os.path.realpath(path)
+    try:
+        found = os.stat(target)
+    except OSError:
+        return [target, 0, 0]
+    return [target, found.st_mtime_ns, found.st_size]
+
+
+def path_of(value: Any, folder: Path | None) -> str:
+    """The absolute path that a row names; empty for what is in the row itself, and for an address."""
+    with suppress(BadMedia):
+        given = _given(value)
+        if folder is not None and isinstance(given, str) and not given.startswith("data:") and not _is_address(given):
+            return str(folder.absolute() / given.removeprefix("file://"))
+    return ""
+
+
+def _is_address(given: str) -> bool:
+    return "://" in given and not given.startswith("file://")
+
+
 def refer(value: Any, folder: Path | None, kind: str = "image") -> MediaRef:
     """The reference of a row's image, video or sound; reads its header, and counts a video's frames.
 
@@ -120,10 +156,11 @@ def refer(value: Any, folder: Path | None, kind: str = "image") -> MediaRef:
     if given.startswith("data:"):
         content = _of_url(given)
         return _reference(content, content=content)
-    if "://" in given and not given.startswith("file://"):
+    if _is_address(given):
         raise BadMedia(f"{given.partition(':')[0]} addresses are not read; download the files")
-    file = _inside(given.removeprefix("file://"), folder)
-    return _reference(_read(file), path=str(file), changed=file.stat().st_mtime_ns)
+    path, file = _inside(given.removeprefix("file://"), folder)
+    made = _reference(_read(file), path=str(path), changed=file.stat().st_mtime_ns)
+    return made if path == file else replace(made, target=str(file))
 
 
 def _given(value: Any) -> bytes | str:
@@ -151,16 +188,25 @@ def _of_url(given: str) -> bytes:
         raise BadMedia("the data URL is not base64") from error
 
 
-def _inside(given: str, folder: Path | None) -> Path:
+def _inside(given: str, folder: Path | None) -> tuple[Path, Path]:
+    """The absolute path, and where its links lead."""
     if folder is None:
         raise BadMedia(f"{given}: the data has no folder; set data.media_folder")
+    path = folder.absolute() / given
     try:
-        base, file = folder.resolve(), (folder / given).resolve()
+        base, file = folder.resolve(), path.resolve()
     except (OSError, RuntimeError) as error:  # a link to itself
         raise BadMedia(f"{given}: not found") from error
-    if not file.is_relative_to(base):
-        raise BadMedia(f"{given}: outside {base}; set data.media_folder to a folder that holds it")
-    return file
+    if not any(file.is_relative_to(one) for one in (base, *_hub_blobs(base))):
+        remedy = "copy it there, or set data.media_folder to a folder that holds both and begin the rows' paths there"
+        raise BadMedia(f"{given}: outside {base}; {remedy}")
+    return path, file
+
+
+def _hub_blobs(folder: Path) -> list[Path]:
+    """Where links of a snapshot in the Hugging Face cache lead: files of the same data set."""
+    snapshots = (one for one in (folder, *folder.parents) if one.name == "snapshots")
+    return [one.with_name("blobs") for one in snapshots if one.parent.name.startswith("datasets--")]
 
 
 def _read(file: Path) -> bytes:
@@ -195,7 +241,9 @@ def _image(encoded: bytes, *, path: str = "", content: bytes = b"", changed: int
     with _opened(encoded, path) as image:
         width, height = image.size
         if image.getexif().get(_ORIENTATION) in _TURNED:
-            width, height = height, width
+            # Pillow 12 has turned the size of a TIFF already, Pillow 10 not
+            stored = image.tag_v2 if isinstance(image, TiffImageFile) else {_WIDTH: width, _HEIGHT: height}
+            width, height = stored[_HEIGHT], stored[_WIDTH]
     return MediaRef(width, height, _digest(encoded), path, content, changed, size=len(encoded))
 
 

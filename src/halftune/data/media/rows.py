@@ -34,28 +34,37 @@ _RESERVED = re.compile(f"[{''.join(MEDIA)}{_END}]")
 Found = list[tuple[str, Any]]
 
 
-def read_row(reading: Reading, row: Mapping[str, Any], kinds: tuple[str, ...]) -> Record:
+def read_row(reading: Reading, row: Mapping[str, Any], kinds: tuple[str, ...], on_bad: str) -> Record:
     """The record of a row whose columns have the format's names. The media of a prompt belong to all its answers.
 
     Args:
         reading: the row's format.
         row: the row.
         kinds: what is trained: ``image``, ``video``, ``audio``.
+        on_bad: ``error`` or ``drop``, as ``data.on_bad_media``.
 
     Raises:
         RowError: not one marker for each image, video and sound, one in an answer, or of another kind.
-        RowDropped: as the format does.
+        RowDropped: as the format does; for a wrong number of markers with ``drop``.
     """
+    try:
+        return _record(reading, row, kinds)
+    except RowError as error:
+        if on_bad == "drop" and error.code == "data.image_count":
+            raise RowDropped("another number of markers than of files, or one in an answer") from error
+        raise
+
+
+def _record(reading: Reading, row: Mapping[str, Any], kinds: tuple[str, ...]) -> Record:
     _check_columns(row, kinds)
     given = {kind: _column(row, kind) for kind in kinds}
-    marked = frozenset(kind for kind, values in given.items() if values)
     found: Found = []
     texts = {name: value for name, value in row.items() if name not in _COLUMNS}
     for name, value in texts.items():
         if name not in _FREE:
-            texts[name] = _without_media(value, found, marked, kinds)
+            texts[name] = _without_media(value, found, kinds)
         elif isinstance(value, str):
-            texts[name] = _without_markers(value, frozenset())
+            texts[name] = _without_markers(value, ())
     made = reading.format.read(texts)
     if isinstance(made, Preference):
         chosen, rejected = (_with_media(one, found, given, shared=True) for one in (made.chosen, made.rejected))
@@ -65,7 +74,7 @@ def read_row(reading: Reading, row: Mapping[str, Any], kinds: tuple[str, ...]) -
         conversations = [made.conversation]
     elif isinstance(made, Conversation):
         conversations = [made := _with_media(made, found, given)]
-    elif marked or found:
+    elif any(given.values()) or _PLACE.search(texts_of(texts)):
         raise RowError(f"rows of format {reading.format.name} have no images", code="data.media_unsupported")
     else:
         return made
@@ -108,7 +117,8 @@ def _with_media(
 
 
 def _misplaced() -> RowError:
-    return RowError("media stand in an answer, or outside the messages", code="data.image_count")
+    what = f"media, or one of {', '.join(MARKERS)}, in an answer or outside the messages"
+    return RowError(what, "move it into a question; a text cannot contain the marker", "data.image_count")
 
 
 def _unsupported(name: str, kinds: tuple[str, ...]) -> RowError:
@@ -117,8 +127,10 @@ def _unsupported(name: str, kinds: tuple[str, ...]) -> RowError:
 
 
 def _column(row: Mapping[str, Any], kind: str) -> list[Any]:
-    names = [name for name, holds in _COLUMNS.items() if holds == kind]
-    return _listed(next((row[name] for name in names if row.get(name) is not None), None))
+    names = [name for name, holds in _COLUMNS.items() if holds == kind and _listed(row.get(name))]
+    if len(names) > 1:
+        raise RowError(f"{kind}s in the columns {' and '.join(names)}", "keep one of these columns")
+    return _listed(row[names[0]]) if names else []
 
 
 def _listed(value: Any) -> list[Any]:
@@ -128,12 +140,12 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _without_media(value: Any, found: Found, marked: frozenset[str], kinds: tuple[str, ...]) -> Any:
+def _without_media(value: Any, found: Found, kinds: tuple[str, ...]) -> Any:
     """A copy with a place for each medium; ``found`` gets kinds and values of parts, equal ones once."""
     if isinstance(value, str):
-        return _without_markers(value, marked)
+        return _without_markers(value, kinds)
     if isinstance(value, list | tuple):
-        return [_without_media(item, found, marked, kinds) for item in value]
+        return [_without_media(item, found, kinds) for item in value]
     if not isinstance(value, Mapping):
         return value
     part = value.get("type")
@@ -143,7 +155,7 @@ def _without_media(value: Any, found: Found, marked: frozenset[str], kinds: tupl
             found.append(medium)
         number = "" if medium[1] is None else found.index(medium)
         return {"type": "text", "text": f"{CHARACTERS[medium[0]]}{number}{_END}"}
-    return {name: _without_media(item, found, marked, kinds) for name, item in value.items()}
+    return {name: _without_media(item, found, kinds) for name, item in value.items()}
 
 
 def _medium(value: Mapping[str, Any], part: str, kinds: tuple[str, ...]) -> tuple[str, Any]:
@@ -154,11 +166,11 @@ def _medium(value: Mapping[str, Any], part: str, kinds: tuple[str, ...]) -> tupl
     return kind, next((value[name] for name in (part, *_VALUES) if value.get(name) is not None), None)
 
 
-def _without_markers(text: str, marked: frozenset[str]) -> str:
+def _without_markers(text: str, kinds: tuple[str, ...]) -> str:
     if _RESERVED.search(text):
         raise RowDropped("row with private-use characters (U+F5000 and above), which halftune reserves")
     for marker, kind in MARKERS.items():
-        text = text.replace(marker, CHARACTERS[kind] + _END) if kind in marked else text
+        text = text.replace(marker, CHARACTERS[kind] + _END) if kind in kinds else text
     return text
 
 
@@ -171,7 +183,8 @@ def _matched(found: Found, given: Mapping[str, Sequence[Any]]) -> Found:
     for kind, values in given.items():
         markers = sum(value is None for holds, value in found if holds == kind)
         if markers != len(values):
-            what = f"{markers} markers (<{kind}>, or parts without a value) for {len(values)} in the column"
-            raise RowError(what, f"write one <{kind}> for each", "data.image_count")
+            what = f"{markers} markers (<{kind}>, or parts without a value) for {len(values)} files in the column"
+            remedy = f"give one file for each <{kind}>; a text cannot contain <{kind}>"
+            raise RowError(what, remedy, "data.image_count")
     waiting = {kind: iter(values) for kind, values in given.items()}
     return [(kind, next(waiting[kind]) if value is None else value) for kind, value in found]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import wave
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from halftune.core.optional import need
 FORMATS = ("WAV", "WAVEX", "FLAC", "MP3", "OGG")  # what libsndfile may read: fewer decoders that read foreign files
 MOST_CHANNELS, MOST_HERTZ = 16, 400_000
 MOST_SAMPLES = 1 << 27  # of all channels, in fp32 half a GiB: a reader takes memory for what the header claims
+_PIECE = 1 << 16  # samples decoded at a time
+_UNKNOWN = (1 << 63) - 1  # libsndfile's length of a file whose header has none
+_TOTALS = (b"Xing", b"Info", b"VBRI")  # frames of an MP3 file with its length; without, libsndfile estimates
 
 
 class NotSound(Exception):
@@ -42,12 +46,33 @@ def _with_soundfile(encoded: bytes) -> tuple[int, int, int]:
     import soundfile
 
     try:
-        found = soundfile.info(io.BytesIO(encoded))
+        with soundfile.SoundFile(io.BytesIO(encoded)) as file:
+            if file.format not in FORMATS:
+                raise NotSound(f"{file.format} files are not read")
+            if file.frames == _UNKNOWN:  # soundfile cannot read it to its end
+                raise NotSound("its header has no length, as of a FLAC file written to a pipe; encode it to a file")
+            exact = file.format != "MP3" or _has_length(encoded)
+            return file.frames if exact else _counted(file), file.samplerate, file.channels
     except (soundfile.SoundFileError, RuntimeError, TypeError, ValueError, OSError) as error:
         raise NotSound("not a sound, or damaged") from error
-    if found.format not in FORMATS:
-        raise NotSound(f"{found.format} files are not read")
-    return found.frames, found.samplerate, found.channels
+
+
+def _has_length(encoded: bytes) -> bool:
+    """Whether the first frame of an MP3 file, behind an ID3 tag, says how many there are."""
+    tag = 0
+    if encoded[:3] == b"ID3":
+        for byte in encoded[6:10]:  # seven bits each
+            tag = tag << 7 | byte & 0x7F
+        tag += 10
+    return any(name in encoded[tag : tag + 256] for name in _TOTALS)
+
+
+def _counted(file: Any) -> int:
+    """Samples of each channel, decoded in pieces; more than ``MOST_SAMPLES`` are not counted."""
+    count, most = 0, MOST_SAMPLES // file.channels
+    while count <= most and (read := len(file.read(_PIECE, always_2d=True))):
+        count += read
+    return count
 
 
 def _with_wave(encoded: bytes) -> tuple[int, int, int]:
