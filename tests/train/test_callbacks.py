@@ -9,7 +9,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -36,6 +36,7 @@ from halftune.train.callbacks.trackers import accelerate as trackers
 from halftune.train.callbacks.trackers.logger import Logger, tree
 from halftune.train.callbacks.trackers.tensorboard import TensorBoard
 from halftune.train.callbacks.trackers.wandb import WeightsAndBiases
+from halftune.train.parallel.strategy import Strategy
 from halftune.train.state import TrainState
 
 MakeRun = Callable[..., TrainState]
@@ -89,6 +90,7 @@ def make_run(tmp_path: Path) -> MakeRun:
             "eval_data": [],
         }
         parts = {"config": config, "plan": plan, "folder": folder, "model": model, "inputs": made}
+        parts["strategy"] = Strategy(cast(Any, None), plan)
         return live_state(**parts, step=step, epoch=step / 10)
 
     return make
