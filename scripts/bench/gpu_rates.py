@@ -64,10 +64,11 @@ def float8() -> dict[str, float]:
     rounding."""
     x, weight = drawn(TOKENS, WIDTH), quantised(drawn(INNER, WIDTH))
     rows, flops = quantise_rows(x), 2 * TOKENS * WIDTH * INNER
+    multiply: Callable[..., torch.Tensor] = torch._scaled_mm  # type: ignore[reportPrivateImportUsage]
     given = {"scale_a": rows[1], "scale_b": weight.scales.t(), "out_dtype": torch.bfloat16}
     found = {}
     for name, fast in (("fp8", True), ("fp8 exact", False)):
-        call = partial(vars(torch)["_scaled_mm"], rows[0], weight.values.t(), **given, use_fast_accum=fast)
+        call = partial(multiply, rows[0], weight.values.t(), **given, use_fast_accum=fast)
         found[name] = flops / seconds(call)
     return found | {"rounding": 3 * x.numel() / seconds(lambda: quantise_rows(x))}
 

@@ -89,11 +89,11 @@ def _one(
     """Profile a variant on a machine, print it unless JSON is asked for, and keep its speed for ``plan``."""
     from halftune.bench.paper.report import profile, utilisation  # imports torch
 
-    if len(hardware.devices) > 1:
+    (loaded, facts, count), (device, *others) = recipe, hardware.devices
+    if others:
         what = f"bench --paper predicts one GPU; {hardware.name} has {len(hardware.devices)}"
         remedy = "name each GPU alone, as in --hardware h200,a100"
         raise PlanError(what, where="--hardware", remedy=remedy, code="bench.paper_unsupported")
-    (loaded, facts, count), device = recipe, hardware.devices[0]
     plan = resolve(loaded.run, hardware, facts, world_size=world_size(loaded.run, hardware))
     report = profile(loaded.run, plan, hardware, sample=args.sample_length)
     speed = report.tokens_per_second
