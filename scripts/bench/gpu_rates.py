@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ from harness import head, row
 
 from halftune.attention.flash_op import flash_varlen
 from halftune.hardware.roofline import HOST_CALL, HOST_LAUNCH, HOST_SYNC, Roofline, roofline_of
-from halftune_kernels.ops.float8_linear import product, quantised
+from halftune_kernels.ops.float8_linear import quantised
 from halftune_kernels.ops.float8_rows import quantise_rows
 
 TOKENS, WIDTH, INNER = 8192, 3584, 18944
@@ -58,12 +59,18 @@ def products(dtype: torch.dtype) -> float:
     return statistics.mean(found)
 
 
-def float8() -> tuple[float, float]:
-    """FLOP/s of a product in float8 with scales of rows, and bytes per second of the rounding."""
+def float8() -> dict[str, float]:
+    """FLOP/s of products in float8 with scales of rows, with fast accumulation and without; bytes per second of the
+    rounding."""
     x, weight = drawn(TOKENS, WIDTH), quantised(drawn(INNER, WIDTH))
-    rows = quantise_rows(x)
-    took = seconds(lambda: product(rows, weight, None, torch.bfloat16))
-    return 2 * TOKENS * WIDTH * INNER / took, 3 * x.numel() / seconds(lambda: quantise_rows(x))
+    rows, flops = quantise_rows(x), 2 * TOKENS * WIDTH * INNER
+    multiply: Callable[..., torch.Tensor] = torch._scaled_mm  # type: ignore[reportPrivateImportUsage]
+    given = {"scale_a": rows[1], "scale_b": weight.scales.t(), "out_dtype": torch.bfloat16}
+    found = {}
+    for name, fast in (("fp8", True), ("fp8 exact", False)):
+        call = partial(multiply, rows[0], weight.values.t(), **given, use_fast_accum=fast)
+        found[name] = flops / seconds(call)
+    return found | {"rounding": 3 * x.numel() / seconds(lambda: quantise_rows(x))}
 
 
 def attention(efficient: bool) -> tuple[float, float]:
@@ -120,14 +127,14 @@ def measured() -> dict[str, float]:
     for name, efficient in (("fa2", False), ("efficient", True)):
         found[f"{name} forward"], found[f"{name} backward"] = attention(efficient)
     if torch.cuda.get_device_capability() >= (8, 9):
-        found["fp8"], found["rounding"] = float8()
+        found |= float8()
     return found | host()
 
 
 def assumed(line: Roofline) -> dict[str, float]:
     """The roofline's constants by the names of `measured`."""
-    known: dict[str, float] = {"bandwidth": line.bandwidth, "rounding": line.bandwidth, "kernel": line.kernel}
-    known |= dict(line.gemm)
+    known: dict[str, float] = {"bandwidth": line.bandwidth, "kernel": line.kernel, **line.gemm}
+    known |= {"rounding": line.rounding * line.bandwidth, "fp8 exact": line.exact * line.gemm.get("fp8", 0.0)}
     for name, (forward, backward) in line.attention.items():
         known |= {f"{name} forward": forward, f"{name} backward": backward}
     return known | {"launch": HOST_LAUNCH, "call": HOST_CALL, "sync": HOST_SYNC}

@@ -26,8 +26,17 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs" / "measurements"
 
 
-def planned(tree: Mapping[str, Any], file: Path, hardware: str = "", processes: int = 1) -> tuple[Any, Any]:
-    """Writes a recipe to ``file``; the loaded configuration, and its plan for a catalogued machine or this one."""
+def planned(
+    tree: Mapping[str, Any],
+    file: Path,
+    hardware: str = "",
+    processes: int = 1,
+    packages: dict[str, str] | None = None,
+) -> tuple[Any, Any]:
+    """Writes a recipe to ``file``; the loaded configuration, and its plan for a catalogued machine or this one.
+
+    ``packages``: further ones of the catalogued machine.
+    """
     from halftune.config.load import load_config
     from halftune.config.recipe_facts import run_facts
     from halftune.hardware.catalogue import lookup
@@ -36,7 +45,7 @@ def planned(tree: Mapping[str, Any], file: Path, hardware: str = "", processes: 
 
     file.write_text(json.dumps(tree), encoding="utf-8")  # JSON is YAML
     loaded = load_config(file)
-    machine = lookup(hardware) if hardware else probe()
+    machine = lookup(hardware, packages) if hardware else probe()
     return loaded, resolve(loaded.run, machine, run_facts(loaded.run), world_size=processes)
 
 

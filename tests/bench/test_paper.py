@@ -403,7 +403,7 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(SystemExit) as ended:
         cli.main(["bench", "--paper", "--hardware", "t4", *words])
     assert ended.value.code == 0
-    assert "700 steps" in capsys.readouterr().out.splitlines()[-1]
+    assert "700 steps" in capsys.readouterr().out
     with pytest.raises(SystemExit) as ended:
         cli.main(["bench", "--paper", "--hardware", "h100", "--config", path, "--json", "--sample-length", "64"])
     assert ended.value.code == 0
@@ -417,7 +417,6 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("machine", "keys", "code"),
     [
-        ("b200", {}, "bench.no_roofline"),
         ("mi300x", {}, "bench.no_roofline"),
         ("h200", {"method": {"type": "kto"}}, "bench.paper_unsupported"),
         ("h200", {"method": {"type": "dpo", "reference": "precomputed"}}, "bench.paper_unsupported"),

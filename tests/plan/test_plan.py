@@ -16,7 +16,7 @@ from halftune.core.choice import Choice
 from halftune.core.errors import PlanError
 from halftune.hardware.catalogue import CATALOGUE, lookup
 from halftune.plan import Plan, explain, resolve, to_dict
-from halftune.plan.duration import clock, duration, pace_of
+from halftune.plan.duration import clock, duration, pace_of, run_tokens
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plans"
 LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
@@ -278,9 +278,12 @@ def test_a_known_pace_gives_a_duration() -> None:
     assert pace is not None
     assert (pace.tokens_per_second, pace.tokens_per_epoch) == (2000.0, 20_000.0)
     line = duration(config(), planned("cpu"), pace)
-    assert line == "Time: 30 s for 3 epochs (2,000 tokens/s in an earlier run here)."
+    assert line == "Time: 30 s for 3 epochs of 20,000 tokens (2,000 tokens/s in an earlier run here)."
     steps = config(training={"max_steps": 1000})
     assert duration(steps, planned("cpu"), pace).startswith("Time: 9 min for 1,000 steps")
+    unknown = replace(pace, tokens_per_epoch=None)
+    assert "9 min for 1,000 steps" in duration(steps, planned("cpu"), unknown)
+    assert run_tokens(config(), planned("cpu"), unknown) is None
     assert pace_of(["", "{}", "[]"]) is None
     assert [clock(s) for s in (0.2, 89, 91, 5400, 12_000)] == ["1 s", "89 s", "2 min", "1 h 30 min", "3 h 20 min"]
 

@@ -15,7 +15,7 @@ from halftune.precision.dtypes import torch_dtype
 # The first pattern that matches the device name applies.
 _SHEETS: tuple[tuple[str, float | None, float | None, float], ...] = (
     (r"B200", 2250, 1125, 75),
-    (r"H200|H100.*(SXM|HBM3$)|H100 80GB HBM3", 989, 495, 67),
+    (r"H200|H100.*(SXM|HBM3$)|H100( 80GB HBM3)?$", 989, 495, 67),
     (r"H100.*PCIe", 756, 378, 51),
     (r"A100", 312, 156, 19.5),
     (r"A10G", 70, 35, 31.2),
@@ -25,6 +25,7 @@ _SHEETS: tuple[tuple[str, float | None, float | None, float], ...] = (
     (r"V100.*PCIE", 112, None, 14),
     (r"V100", 125, None, 15.7),
     (r"\bT4\b", 65, None, 8.1),
+    (r"RTX 2080$", 40.3, None, 10.1),
     (r"RTX 5090", 209.5, 104.8, 104.8),
     (r"RTX 4090", 165.2, 82.6, 82.6),
     (r"RTX 3090", 71, 35.6, 35.6),
@@ -32,7 +33,7 @@ _SHEETS: tuple[tuple[str, float | None, float | None, float], ...] = (
     (r"MI300X", 1307, 654, 163.4),
     (r"MI250", 181, None, 45.3),
 )
-_NO_BF16 = ("V100", "T4")  # tensor cores support fp16 only
+_NO_BF16 = ("V100", "T4", "RTX 2080")  # tensor cores support fp16 only
 _SIZE = {"cpu": 1024}  # size of the measured matmuls
 _SIZE_ELSEWHERE = 8192
 _MEASURE_SECONDS = 0.5
@@ -55,20 +56,19 @@ def peak_flops(device: torch.device, name: str, compute: Format, *, tf32: bool) 
         compute: the plan's compute format.
         tf32: whether fp32 products may use TF32.
     """
-    listed = None if device.type == "cpu" else _from_sheet(name, compute, tf32=tf32)
-    if listed:
-        return Peak(listed * 1e12, f"data sheet of {name}, dense {'TF32' if tf32 else compute}")
-    return measured(device, compute)
+    listed = None if device.type == "cpu" else listed_peak(name, compute, tf32=tf32)
+    return listed or measured(device, compute)
 
 
-def _from_sheet(name: str, compute: Format, *, tf32: bool) -> float | None:
-    """TFLOP/s of a device by its data sheet; None if there is none for this format."""
+def listed_peak(name: str, compute: Format, *, tf32: bool) -> Peak | None:
+    """Return a device's dense peak by its data sheet; None if there is none for this format."""
     if compute == "bf16" and any(word in name for word in _NO_BF16):
         return None
     for pattern, half, fast32, single in _SHEETS:
         value = half if compute != "fp32" else fast32 if tf32 else single
         if value and re.search(pattern, name):
-            return value
+            which = "TF32" if compute == "fp32" and tf32 else compute
+            return Peak(value * 1e12, f"data sheet of {name}, dense {which}")
     return None
 
 

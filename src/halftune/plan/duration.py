@@ -52,17 +52,26 @@ def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and 0 < value < math.inf
 
 
+def run_tokens(config: RunConfig, plan: Plan, pace: Pace) -> float | None:
+    """Return the fed tokens of the whole run; None if its length is in epochs and those of an epoch are not known."""
+    if (steps := config.training.max_steps) is not None:
+        return steps * min(pace.tokens_per_step, plan.batch.tokens_per_step)
+    return None if pace.tokens_per_epoch is None else pace.tokens_per_epoch * config.training.num_train_epochs
+
+
 def duration(config: RunConfig, plan: Plan, pace: Pace, source: str = "in an earlier run here") -> str:
     """One line: how long the run will take at that pace, and where the pace is from."""
     speed = f"{pace.tokens_per_second:,.0f} tokens/s {source}"
     training = config.training
+    tokens = run_tokens(config, plan, pace)
+    if tokens is None:
+        each = clock(1e6 / pace.tokens_per_second)
+        return f"Time: {each} for a million tokens; those of an epoch are not known ({speed})."
     if training.max_steps is not None:
-        tokens = training.max_steps * min(pace.tokens_per_step, plan.batch.tokens_per_step)
-        return f"Time: {clock(tokens / pace.tokens_per_second)} for {training.max_steps:,} steps ({speed})."
-    if pace.tokens_per_epoch is None:
-        return f"Time: unknown, no epoch was measured ({speed})."
-    tokens = pace.tokens_per_epoch * training.num_train_epochs
-    return f"Time: {clock(tokens / pace.tokens_per_second)} for {training.num_train_epochs:g} epochs ({speed})."
+        length = f"{training.max_steps:,} steps"
+    else:
+        length = f"{training.num_train_epochs:g} epochs of {pace.tokens_per_epoch:,.0f} tokens"
+    return f"Time: {clock(tokens / pace.tokens_per_second)} for {length} ({speed})."
 
 
 def clock(seconds: float) -> str:

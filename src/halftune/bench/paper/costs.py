@@ -60,6 +60,8 @@ class Cost:
     """Key of the roofline's attention rates, followed by ``/backward`` in the backward pass; empty for others."""
     hopper: float = 0.0
     """Seconds on Hopper of a kernel that neither traffic nor large products bound; 0 for others."""
+    exact: bool = False
+    """Whether it is a product in float8 without fast accumulation."""
 
 
 def is_free(func: Any) -> bool:
@@ -110,7 +112,8 @@ def cost_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any, lengths: Len
         dtype = _product_dtype(args)
     if name in _GROUPED:
         read -= _of_no_row(*args[:2])
-    return Cost(read, written, flops, _launches(name, args), dtype)
+    exact = name == "aten::_scaled_mm" and not named_arguments(func, args, kwargs)["use_fast_accum"]
+    return Cost(read, written, flops, _launches(name, args), dtype, exact=exact)
 
 
 def named_arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,8 @@ from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 from transformers import masking_utils
 
-from halftune.attention import flex
+from halftune.attention import flash, flex
+from halftune.bench.paper.flash import package
 from halftune.bench.paper.flex import attend as flex_on_paper
 from halftune.bench.paper.recorder import Recorder
 from halftune.bench.paper.scans import scan_seconds
@@ -45,7 +46,8 @@ _FACTORIES = frozenset(
     )
 )
 _parse: Any = vars(torch._C)["_nn"]._parse_to
-_SM = {(7, 5): 40, (8, 0): 108, (8, 9): 128, (9, 0): 132}  # multiprocessors of T4, A100, RTX 4090, H100
+# Multiprocessors of V100, T4, A100, RTX 3090, RTX 4090, H100, B200, RTX 5090.
+_SM = {(7, 0): 80, (7, 5): 40, (8, 0): 108, (8, 6): 82, (8, 9): 128, (9, 0): 132, (10, 0): 148, (12, 0): 170}
 
 
 class _Python(TorchFunctionMode):
@@ -213,6 +215,7 @@ def _answers(recorder: Recorder, device: Device, capability: tuple[int, int]) ->
     yield patch.object(optimizers, "_foreach_supported_types", kinds)
     yield patch.object(torch._C, "_group_tensors_by_device_and_dtype", _grouped)
     yield patch.object(flex, "attend", flex_on_paper)
+    yield patch.object(flash, "need", package)
     yield patch.object(dispatch, "_verdict", lambda operator, *_: _assumed(operator))
 
 

@@ -6,14 +6,20 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from halftune.bench.flops import training_flops
 from halftune.bench.paper.step import Recorded, record_step
 from halftune.bench.paper.timeline import Sum, Timeline, timeline
+from halftune.bench.peak import listed_peak
+from halftune.config.facts.model import ModelFacts
 from halftune.config.run import RunConfig
 from halftune.core.errors import PlanError
 from halftune.core.table import did_you_mean
 from halftune.hardware import Hardware
 from halftune.hardware.roofline import ROOFLINES, Roofline, roofline_of
 from halftune.plan import Plan
+from halftune.plan.weights.parts import modes
+
+_SHOWN = 0.01  # of a step, at least: modules of the text
 
 
 @dataclass(frozen=True)
@@ -76,12 +82,18 @@ class PaperReport:
             "kinds": {kind: asdict(one) for kind, one in time.kinds.items()},
             "layers": {str(layer): asdict(one) for layer, one in sorted(time.layers.items())},
             "layer": {kind: asdict(one) for kind, one in time.layer_kinds.items()},
+            "modules": {name: asdict(one) for name, one in time.modules.items()},
             "syncs": [{"what": what, "line": line, "count": many} for (what, line), many in self._syncs().items()],
             "roofline": asdict(self.roofline),
         }
 
     def _syncs(self) -> Counter[tuple[str, str]]:
         return Counter((sync.what, sync.line) for sync in self.recorded.syncs)
+
+    def _longest(self) -> list[tuple[str, Sum]]:
+        """Modules that take 1 % of the GPU's time or more, the longest first."""
+        found = [one for one in self.time.modules.items() if one[1].seconds >= _SHOWN * self.time.gpu]
+        return sorted(found, key=lambda one: -one[1].seconds)
 
     def text(self) -> str:
         """The tables."""
@@ -103,6 +115,9 @@ class PaperReport:
                 for kind, one in time.layer_kinds.items()
                 if one.launches
             ),
+            "",
+            _row("modules, all layers", "launches", "MB/token", "GFLOP/token", "µs/token", "share", width=44),
+            *(_kind(name, one, made.tokens, time.gpu, width=44) for name, one in self._longest()),
             "",
             f"host syncs a step: {len(made.syncs)}",
             *(f"  {many} × {what}: {line}" for (what, line), many in self._syncs().items()),
@@ -142,11 +157,30 @@ def profile(
     return PaperReport(plan.model, device.name, attention, made, time, roofline, device.memory_bytes)
 
 
-def _row(name: str, *cells: str) -> str:
-    return f"{name:<22}" + "".join(f"{cell:>13}" for cell in cells)
+def utilisation(report: PaperReport, config: RunConfig, plan: Plan, facts: ModelFacts) -> dict[str, Any]:
+    """Return MFU and what it is made of, by the convention and with the keys of a measured run.
+
+    Without a dense peak of the GPU in the compute format, ``mfu`` and ``peak_flops`` are None.
+    """
+    precision, made = plan.precision, report.recorded
+    frozen = modes(config)["language"] != "full"
+    flops = training_flops(facts, plan.num_trainable.value, adapter=frozen, attended=made.sample)
+    achieved = flops.per_second(made.tokens, made.tokens, report.time.seconds)
+    peak = listed_peak(report.machine, precision.compute.value, tf32=precision.tf32.value)
+    return {
+        "mfu": peak and achieved / peak.flops,
+        "flops_per_second": achieved,
+        "mfu_convention": flops.convention,
+        "peak_flops": peak and peak.flops,
+        "peak_flops_source": peak and peak.source,
+    }
 
 
-def _kind(name: str, one: Sum, tokens: int, of: float) -> str:
+def _row(name: str, *cells: str, width: int = 22) -> str:
+    return f"{name:<{width}}" + "".join(f"{cell:>13}" for cell in cells)
+
+
+def _kind(name: str, one: Sum, tokens: int, of: float, width: int = 22) -> str:
     return _row(
         name,
         f"{one.launches:,.0f}",
@@ -154,6 +188,7 @@ def _kind(name: str, one: Sum, tokens: int, of: float) -> str:
         f"{one.flops / tokens / 1e9:,.3f}",
         f"{one.seconds / tokens * 1e6:,.2f}",
         f"{one.seconds / of if of else 0:.1%}",
+        width=width,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,6 +14,9 @@ from halftune.bench.paper.kinds import KINDS
 from halftune.bench.paper.recorder import Launch, Sync
 from halftune.hardware.roofline import HOST_CALL, HOST_LAUNCH, HOST_SYNC, Roofline, Work
 
+OUTSIDE = "outside the model"  # its key among modules
+_NUMBERS = re.compile(r"\.\d+(?=\.|$)")
+_ROUNDING = re.compile(r"float8_rows|quantise_row")
 _WORK: dict[torch.dtype, Work] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
 
 
@@ -44,6 +48,7 @@ class Timeline:
         kinds: sums by kind.
         layers: sums by decoder layer.
         layer_kinds: sums by kind of one layer, the median over layers.
+        modules: sums by the module of the forward call, those of all layers and experts as one: ``layers.*.mlp``.
     """
 
     seconds: float = 0.0
@@ -53,6 +58,7 @@ class Timeline:
     kinds: dict[str, Sum] = field(default_factory=dict)
     layers: dict[int, Sum] = field(default_factory=dict)
     layer_kinds: dict[str, Sum] = field(default_factory=dict)
+    modules: dict[str, Sum] = field(default_factory=dict)
 
     @property
     def bound(self) -> str:
@@ -71,7 +77,9 @@ def seconds_of(launch: Launch, roofline: Roofline, *, tf32: bool) -> float:
         rate = rates[1 if backward else 0]
     else:
         rate = roofline.products(_WORK.get(cost.dtype) or ("tf32" if tf32 else "fp32"))
-    found = roofline.seconds(moved=cost.read + cost.written, flops=cost.flops, rate=rate)
+        rate *= roofline.exact if cost.exact else 1.0
+    share = roofline.rounding if _ROUNDING.search(launch.op) else 1.0
+    found = roofline.seconds(moved=cost.read + cost.written, flops=cost.flops, rate=rate, share=share)
     return max(found, cost.launches * roofline.kernel, cost.hopper * roofline.scan)
 
 
@@ -104,6 +112,7 @@ def timeline(
         ends.append(free)
         found.gpu += taken
         found.kinds[launch.kind].add(launch, taken)
+        found.modules.setdefault(_NUMBERS.sub(".*", launch.module) or OUTSIDE, Sum()).add(launch, taken)
         if launch.layer is not None:
             found.layers.setdefault(launch.layer, Sum()).add(launch, taken)
             by_layer[launch.layer][launch.kind].add(launch, taken)

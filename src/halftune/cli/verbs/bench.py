@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=positive, default=3, metavar="N", help="warm-up steps (default 3)")
     parser.add_argument("--repeat", type=positive, metavar="N", help="runs of each (default 1, or 3 in a comparison)")
     parser.add_argument("--paper", action="store_true", help="predict on paper, for --hardware, without a GPU")
-    parser.add_argument("--hardware", metavar="NAME[,NAME …]", help="with --paper: h200, h100, a100, rtx4090, t4")
+    parser.add_argument("--hardware", metavar="NAME[,NAME …]", help="with --paper: GPUs such as h200, a100-40, l4")
     parser.add_argument(
         "--price", type=prices, metavar="N[,N …]", help="with --paper: price of an hour of each GPU, in any currency"
     )
