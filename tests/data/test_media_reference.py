@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image, ImageOps
 
+from halftune.data.formats import messages
+from halftune.data.formats.detect import Reading
 from halftune.data.media.reference import BadMedia, decode, refer
+from halftune.data.media.rows import read_row
 
 WHEN = 1_700_000_000  # archives may give all files one time
 
@@ -60,6 +65,39 @@ def test_links_of_a_hub_snapshot_lead_to_its_blobs_only(tmp_path: Path) -> None:
     unnamed = link(tmp_path / "unnamed" / "snapshots" / "c0ffee" / "x.bmp", write(tmp_path / "unnamed" / "blobs" / "1"))
     with pytest.raises(BadMedia):
         refer("x.bmp", unnamed.parent)
+
+
+TEXTS = {
+    "base64 part": lambda content: read_part({"type": "image", "base64": base64.b64encode(content).decode()}),
+    "bare base64": lambda content: base64.b64encode(content).decode(),
+    "lines": lambda content: base64.encodebytes(content).decode(),
+    "data URL of lines": lambda content: f"data:image/bmp;base64,{base64.encodebytes(content).decode()}",
+    "capitals": lambda content: f"DATA:image/bmp;BASE64,{base64.b64encode(content).decode()}",
+}
+
+
+def read_part(part: dict[str, str]) -> Any:
+    """The value that a content part has as a row is read."""
+    row = {"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "A cat."}]}
+    made: Any = read_row(Reading(messages.FORMAT, {}, (), (), {}), row, ("image",), "error")
+    return made.media[0][1]
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_texts_hold_the_image(tmp_path: Path, name: str) -> None:
+    content = write(tmp_path / "a.bmp").read_bytes()
+    ref = refer(TEXTS[name](content), tmp_path)
+    assert (ref.content, ref.path) == (content, "")
+
+
+def test_paths_stay_paths(tmp_path: Path) -> None:
+    file = write(tmp_path / ("0123456789abcdef" * 8) / "7")  # as base64 could be
+    for given in (file.relative_to(tmp_path), file, f"file://{file}", f"file://localhost{file}"):
+        assert refer(str(given), tmp_path).target == ""
+        assert Path(refer(str(given), tmp_path).path) == file
+    for given in (f"https://localhost{file}", f"file://elsewhere{file}"):
+        with pytest.raises(BadMedia):
+            refer(given, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["TIFF", "JPEG", "PNG", "WEBP"])

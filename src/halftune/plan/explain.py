@@ -150,10 +150,11 @@ def _batch(plan: Plan) -> list[Row]:
 
 
 def _size(plan: Plan) -> list[Row]:
-    share = plan.num_trainable.value / max(plan.num_parameters.value, 1)
+    total = plan.all_parameters
+    share = plan.num_trainable.value / max(total.value, 1)
     trained = f"{plan.num_trainable.value:,} ({share:.2%})" if share < 1 else f"{plan.num_trainable.value:,}"
     return [
-        ("parameters", f"{plan.num_parameters.value:,}", plan.num_parameters.reason),
+        ("parameters", f"{total.value:,}", total.reason),
         ("trained", trained, plan.num_trainable.reason),
         *([_row("optimizer", plan.optimizer)] if plan.optimizer is not None else []),
         *([_row("added tokens", plan.added_tokens)] if plan.added_tokens is not None else []),

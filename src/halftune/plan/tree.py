@@ -249,7 +249,7 @@ class Plan:
         precision, attention, batch, memory: the parts.
         distribution: ``single | ddp | fsdp2``.
         parallel: how processes share the work; None with one.
-        num_parameters, num_trainable: weights, and those that are trained.
+        num_parameters, num_trainable: weights of the language model, and those that are trained, of all parts.
         warnings: full sentences that the user must see before training, those of the parts included.
         model, machine: what the plan is for, in words.
         method: what is learned.
@@ -291,6 +291,12 @@ class Plan:
     def _repr_html_(self) -> str:
         """The table in a notebook."""
         return f"<pre>{escape(str(self))}</pre>"
+
+    @property
+    def all_parameters(self) -> Choice[int]:
+        """Weights that the run loads: ``num_parameters``, and those of the towers that it uses."""
+        count = sum(part.parameters for part in self.parts)
+        return replace(self.num_parameters, value=count) if count else self.num_parameters
 
     def mode(self, part: str) -> str:
         """How a part is trained: ``frozen | lora | full``; parts without a row are frozen."""

@@ -81,7 +81,7 @@ def _rest(plan: Plan) -> Iterator[Row]:
         "gradient_checkpointing": batch.gradient_checkpointing,
         "fused_layers": batch.fused_layers,
         "weights": quantised if quantised.value != "none" else None,
-        "parameters": plan.num_parameters,
+        "parameters": plan.all_parameters,
         "trained": plan.num_trainable,
         "optimizer": plan.optimizer,
         "towers": plan.towers,

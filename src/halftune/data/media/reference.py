@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,6 +27,8 @@ from halftune.data.store import TokenStore
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # what PIL may try: fewer decoders that read foreign files
 _WIDTH, _HEIGHT = 0x0100, 0x0101  # tags of a TIFF
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # EXIF: these exchange width and height
+_FILE_URL = re.compile("^file://(localhost(?=/))?")
+_BASE64 = re.compile(r"[A-Za-z0-9+/\r\n]{64,}={0,2}\s*")  # of the smallest files, or a long path without a dot
 _LARGEST = 1 << 28  # bytes of a file
 
 
@@ -129,61 +132,63 @@ def _place(path: str) -> list[Any]:
 def path_of(value: Any, folder: Path | None) -> str:
     """The absolute path that a row names; empty for what is in the row itself, and for an address."""
     with suppress(BadMedia):
-        given = _given(value)
-        if folder is not None and isinstance(given, str) and not given.startswith("data:") and not _is_address(given):
-            return str(folder.absolute() / given.removeprefix("file://"))
+        given = _given(value, folder)
+        return str(folder.absolute() / given) if folder is not None and isinstance(given, str) else ""
     return ""
-
-
-def _is_address(given: str) -> bool:
-    return "://" in given and not given.startswith("file://")
 
 
 def refer(value: Any, folder: Path | None, kind: str = "image") -> MediaRef:
     """The reference of a row's image, video or sound; reads its header, and counts a video's frames.
 
     Args:
-        value: a path, a data URL, bytes, or a mapping with one of ``bytes``, ``path``, ``url``.
+        value: a path, a data URL, base64, bytes, or a mapping with one of ``bytes``, ``base64``, ``path``, ``url``.
         folder: paths are relative to it and may not leave it; None: paths are refused.
         kind: ``image``, ``video`` or ``audio``.
 
     Raises:
         BadMedia: not found, outside the folder, not of this kind, empty or too large.
     """
-    given, _reference = _given(value), {"audio": _sound, "video": _video}.get(kind, _image)
+    given, _reference = _given(value, folder), {"audio": _sound, "video": _video}.get(kind, _image)
     if isinstance(given, bytes):
         return _reference(given, content=given)
-    if given.startswith("data:"):
-        content = _of_url(given)
-        return _reference(content, content=content)
-    if _is_address(given):
-        raise BadMedia(f"{given.partition(':')[0]} addresses are not read; download the files")
-    path, file = _inside(given.removeprefix("file://"), folder)
+    path, file = _inside(given, folder)
     made = _reference(_read(file), path=str(path), changed=file.stat().st_mtime_ns)
     return made if path == file else replace(made, target=str(file))
 
 
-def _given(value: Any) -> bytes | str:
-    """Bytes, or a path or address."""
+def _given(value: Any, folder: Path | None) -> bytes | str:
+    """Bytes, or a path."""
     if isinstance(value, Mapping):
-        if isinstance(value.get("data"), str):  # of an input_audio part
-            return _of_url(f"data:;base64,{value['data']}")
+        for name in ("data", "base64"):  # the first is of an input_audio part
+            if isinstance(value.get(name), str):
+                return _of_url(f"data:;base64,{value[name]}")
         keys = ("bytes", "path", "url", "image", "image_url", "video", "video_url", "audio", "audio_url")
         value = next((value[key] for key in keys if value.get(key) is not None), None)
-        return _given(value)
+        return _given(value, folder)
     if isinstance(value, bytes) and value:
         return value
     if isinstance(value, str) and value and "\0" not in value:
-        return value
+        return _of_url(value) if value[:5].lower() == "data:" else _path_or_base64(value, folder)
     raise BadMedia("expected a path, a data URL or bytes")
+
+
+def _path_or_base64(given: str, folder: Path | None) -> bytes | str:
+    """A path, or the bytes of base64 that names no file: as transformers' ``load_image``."""
+    path = _FILE_URL.sub("", given)
+    if "://" in path:
+        raise BadMedia(f"{given.partition(':')[0]} addresses are not read; download the files")
+    if _BASE64.fullmatch(path) and not (folder is not None and os.path.exists(folder / path)):
+        with suppress(BadMedia):
+            return _of_url(f"data:;base64,{path}")
+    return path
 
 
 def _of_url(given: str) -> bytes:
     head, _, body = given.partition(",")
-    if not head.endswith(";base64"):
+    if not head.lower().endswith(";base64"):
         raise BadMedia("the data URL is not base64")
     try:
-        return base64.b64decode(body, validate=True)
+        return base64.b64decode("".join(body.split()), validate=True)
     except binascii.Error as error:
         raise BadMedia("the data URL is not base64") from error
 

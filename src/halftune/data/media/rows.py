@@ -163,7 +163,10 @@ def _medium(value: Mapping[str, Any], part: str, kinds: tuple[str, ...]) -> tupl
     kind = _PARTS[part]
     if kind not in kinds:
         raise _unsupported(f"{part} parts", kinds)
-    return kind, next((value[name] for name in (part, *_VALUES) if value.get(name) is not None), None)
+    name = next((name for name in (part, *_VALUES) if value.get(name) is not None), None)
+    if name == "base64":
+        return kind, {name: value[name]}  # a text alone is a path
+    return kind, None if name is None else value[name]
 
 
 def _without_markers(text: str, kinds: tuple[str, ...]) -> str:

@@ -199,6 +199,7 @@ def _memory(record: Record) -> Card:
 
 def _model(record: Record) -> Card:
     total, trained = _value(record.plan, "num_parameters"), _value(record.plan, "num_trainable")
+    total = sum(part["parameters"] for part in record.plan.get("parts", ())) or total  # with the towers
     if not isinstance(total, int) or not isinstance(trained, int):
         return None
     share = f"{trained / total:.2%} of {short_count(total)}" if 0 < trained < total else "all of them"
