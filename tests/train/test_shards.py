@@ -185,7 +185,8 @@ def test_nothing_stays_gathered_after_an_evaluation_or_an_answer(monkeypatch: py
     nothing: Any = None
     strategy, layers = fsdp2.Fsdp2(nothing, plan), [Gathered(), Gathered()]
     model = nn.Sequential(*layers, nn.Linear(2, 2))
-    strategy.root = nothing
+    state: Any = SimpleNamespace(_lazy_init=lambda: None)
+    strategy.root = SimpleNamespace(_get_fsdp_state=lambda: state, unshard=lambda: None)  # type: ignore[assignment]
     strategy.after_evaluation(model)
     assert [layer.times for layer in layers] == [1, 1]
     with strategy.generating(model):
