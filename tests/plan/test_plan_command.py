@@ -128,7 +128,7 @@ def test_an_earlier_run_gives_the_time(recipe: Path, capsys: pytest.CaptureFixtu
     (recipe.parent / "out/resolved.yaml").write_text(resolved_yaml(load_config(recipe)))
     (recipe.parent / "out/metrics.jsonl").write_text(json.dumps(line) + "\n")
     assert halftune("--config", str(recipe)) == 0
-    assert "Time: 15 s for 3 epochs (2,000 tokens/s" in capsys.readouterr().out
+    assert "Time: 15 s for 3 epochs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

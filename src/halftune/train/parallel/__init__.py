@@ -2,7 +2,7 @@
 
 In: a plan's distribution, the processes of the run.
 Out: a `Strategy`; sums and agreement over processes; who failed.
-Imported by: `bench`, `cli`, `launch`, `train.batches`, `train.callbacks`, `train.checkpoint`, `train.finish`,
+Imported by: `bench`, `cli`, `launch`, `train.batches`, `train.checkpoint`, `train.finish`,
     `train.loop`, `train.reference`, `train.rollouts`, `train.save_restore`, `train.setup`, `train.signals`,
     `train.trainer`.
 """
