@@ -167,6 +167,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    "phi3": ("phi3", {}, {}),
+    "glm4": ("glm4", {}, {}),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "num_hidden_layers": 4,
+            "hybrid_override_pattern": "M-*-",
+            **{"mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 64, "n_groups": 2},
+        },
+        {},
+    ),
     "qwen3_5": ("qwen3_5_text", {**LINEAR_SIZES, "num_hidden_layers": 4}, {}),
 }
 
@@ -178,7 +189,9 @@ def test_a_step_of_each_family_runs_without_a_gpu(name: str, tmp_path: Path) -> 
     assert len(found.recorded.launches) > 100
     kinds = {launch.kind for launch in found.recorded.launches}
     assert {GEMM, ATTENTION, NORM, HEAD, OPTIMIZER} <= kinds
-    assert (LINEAR in kinds) == (name in ("qwen3_next", "qwen3_5"))
+    assert (LINEAR in kinds) == (name in ("qwen3_next", "qwen3_5", "nemotron_h"))
+    if name in ("phi3", "glm4"):  # gate and up in one product
+        assert f"{LAYERS} feed-forward layers" in found.recorded.fused
     if name == "mistral":
         pairs = visible(T, T, causal=True, window=128)
         assert found.time.kinds[ATTENTION].flops == LAYERS * 3.5 * 4 * D * HEADS * pairs

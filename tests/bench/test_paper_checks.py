@@ -11,10 +11,27 @@ from typing import Any
 
 import pytest
 import torch
-from test_paper import ATTENTION, GEMM, GROUPS, HEAD, HEADS, LAYERS, LINEAR_SIZES, LORA, D, H, M, T, recipe, recorded
+from test_paper import (
+    ATTENTION,
+    GEMM,
+    GROUPS,
+    HEAD,
+    HEADS,
+    LAYERS,
+    LINEAR,
+    LINEAR_SIZES,
+    LORA,
+    D,
+    H,
+    M,
+    T,
+    recipe,
+    recorded,
+)
 from torch.profiler import ProfilerActivity, profile
 
 from halftune import cli
+from halftune.bench.paper import fake_cuda
 from halftune.bench.paper.peers import PEERS, record_peer
 from halftune.bench.paper.step import Recorded, micro_batch, record_step, state
 from halftune.cli import bench_paper
@@ -44,6 +61,10 @@ def test_flops_of_a_hybrid_are_the_closed_formula(tmp_path: Path) -> None:
     weights = 3 * linear + softmax + 4 * 3 * H * M
     assert found.time.kinds[GEMM].flops == pytest.approx(both_ways(weights, reading), rel=0.01)
     assert found.time.kinds[ATTENTION].flops == 3.5 * 4 * D * HEADS * PAIRS  # of one layer
+    assert key == value // 2 == 2 * 64
+    chunk, size = 64, 64  # rows, and channels of a head: solve, two scans, chunk_backward
+    squares = chunk * size * ((1 + 0.625 + 0.625) + 2 + 2 + 9)
+    assert found.time.kinds[LINEAR].flops == 3 * 2 * T * heads * (squares + 9 * size * size)
 
 
 def test_flops_of_experts_are_the_closed_formula(tmp_path: Path) -> None:
@@ -75,7 +96,9 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorded, Any, int]:
     keys = {"precision": "fp32", "attention": "sdpa", "data": data, "training": training}
     config = load_config(recipe(folder, "llama", **keys)).run
     plan = resolve(config, lookup("cpu"), run_facts(config))
-    paper = record_step(config, plan, lookup("h200").devices[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fake_cuda, "attend_as_cuda", torch.nn.functional.scaled_dot_product_attention)
+        paper = record_step(config, plan, lookup("h200").devices[0])
     with registered_attention(plan) as attention:
         model: Any = prepare(build(read_config(config.model), config.model, plan, attention), config, plan, None)
         run = state(config, plan, model, torch.device("cpu"))

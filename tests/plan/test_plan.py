@@ -297,7 +297,10 @@ def test_experts_are_planned_where_there_are_any() -> None:
     assert "fp32 weights are cast" in " ".join(explain(trained, width=300).split())
     old = planned("t4", sparse, precision="fp16").precision.experts
     assert old is not None
-    assert old.reason.startswith("one matmul per expert")
+    for name, compute, one in (("a100", "bf16", False), ("h100", "bf16", True), ("h100", "fp16", False)):
+        found = planned(name, sparse, precision=compute).precision.experts
+        assert found is not None
+        assert (found.reason.partition(",")[0] == old.reason.partition(",")[0]) != one, name
     assert "not covered by autocast" not in old.reason, "LoRA's base is in fp16"
     assert planned("a100").precision.experts is None
 

@@ -196,6 +196,7 @@ def wishes() -> Iterator[tuple[Hardware, ModelFacts, dict[str, Any]]]:
     asked_of_all = ({}, {"attention": "sdpa", "data": {"packing": True}}, {"precision": "fp16"}, {"adapter": "none"})
     flash = next(one for one in here if one.version("flash-attn") and one.devices[0].capability == (8, 9))
     yield from product((*some[1:3], flash), every, asked_of_all)
+    yield from product(some[3:4], every, asked_of_all[-1:])  # experts in one kernel
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -123,11 +123,20 @@ def asked_compute(section: PrecisionSection, hardware: Hardware, facts: ModelFac
 
 
 def _experts(compute: _Compute, storage: Format) -> Choice[str]:
-    """How experts are multiplied: by ``grouped_mm``, whose kernel requires compute capability 8.0 on CUDA devices."""
+    """How experts are multiplied: by ``grouped_mm``, which is one kernel on few devices."""
     cast = f": not covered by autocast, so {storage} weights are cast for it" if storage != compute.value else ""
-    old = compute.device.capability is not None and compute.device.capability < (8, 0)
-    how = "one matmul per expert, without a grouped kernel" if old else "one matmul for all experts"
+    device = compute.device
+    one = has_grouped_kernel(device.capability, compute.value) or device.kind not in ("cuda", "cpu")
+    how = "one matmul for all experts" if one else "one matmul per expert, without a grouped kernel"
     return Choice(f"grouped_mm in {compute.value}", f"{how}{cast}; loops over experts use autocast")
+
+
+def has_grouped_kernel(capability: tuple[int, int] | None, compute: str) -> bool:
+    """Whether a CUDA device multiplies groups of rows by one kernel (torch's ``cuda/GroupedBlas.cpp``).
+
+    Elsewhere torch multiplies group by group, and waits for their sizes on a GPU.
+    """
+    return capability is not None and capability[0] in (9, 10) and compute == "bf16"
 
 
 def weakest(hardware: Hardware) -> tuple[Device, Row]:

@@ -1,4 +1,4 @@
-"""Cost of fused attention, an opaque operator: FLOPs from the samples' lengths, kernels and scratch by backend."""
+"""Fused attention, an opaque operator: torch's choice of it, FLOPs from the samples' lengths, kernels and scratch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+aten = torch.ops.aten
 _NAMES = re.compile(
     r"flash_?attn|flash_attention|varlen_?attn|efficient_attention|cudnn_attention|flex_attention|fa[234]_|_varlen"
 )
@@ -65,6 +66,57 @@ def attention_cost(name: str, arguments: Mapping[str, Any], lengths: Lengths) ->
     if "backward" in name or "bwd" in name:
         return AttentionCost(2.5 * flops, 3, query.numel() * 4, f"{kernel}/backward")
     return AttentionCost(flops, 1, 0, kernel)
+
+
+def attend_as_cuda(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """``torch.nn.functional.scaled_dot_product_attention`` by the kernel that torch chooses on the planned GPU.
+
+    On a CPU torch chooses one of its own. Autocast casts operands to its dtype first.
+    """
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        attn_mask = attn_mask.to(dtype) if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
+    with torch.autocast("cuda", enabled=False):
+        kernel = _kernel(query, key, value, masked=attn_mask is not None, is_causal=is_causal)
+        if kernel == "flash":
+            given = (query, key, value, dropout_p, is_causal)
+            return aten._scaled_dot_product_flash_attention(*given, scale=scale)[0]
+        if kernel == "math":
+            given = (query, key, value, attn_mask, dropout_p, is_causal)
+            return aten._scaled_dot_product_attention_math(*given, scale=scale, enable_gqa=enable_gqa)[0]
+        if attn_mask is not None and attn_mask.dtype is torch.bool:
+            attn_mask = torch.where(attn_mask, query.new_zeros(()), float("-inf"))
+        given = (query, key, value, attn_mask, True, dropout_p, is_causal)
+        return aten._scaled_dot_product_efficient_attention(*given, scale=scale)[0]
+
+
+def _kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, masked: bool, is_causal: bool
+) -> Literal["flash", "efficient", "math"]:
+    """The kernel for ``[B, H, T, D]``, ``[B, G, S, D]`` and ``[B, G, S, E]``.
+
+    By the conditions of ATen/native/transformers/cuda/sdp_utils.cpp, and torch's docstring on grouped heads. cuDNN's
+    kernel, which some builds prefer on Hopper, counts as FlashAttention-2.
+    """
+    ampere, half = torch.cuda.get_device_capability() >= (8, 0), query.dtype in (torch.float16, torch.bfloat16)
+    size, of_values = query.shape[-1], value.shape[-1]
+    square = query.shape[-2] == key.shape[-2]
+    if ampere and half and not masked and size == of_values <= 256 and (square or not is_causal):
+        return "flash"
+    known = half or query.dtype is torch.float32
+    supported = known and (ampere or query.dtype is not torch.bfloat16) and query.shape[1] == key.shape[1]
+    aligned = 8 if half else 4 if ampere else 1  # elements of a row
+    return "efficient" if supported and size % aligned == of_values % aligned == 0 else "math"
 
 
 def visible(queries: int, keys: int, *, causal: bool, window: int | None) -> int:

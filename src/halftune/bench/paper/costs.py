@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from halftune.bench.paper.attention import Lengths, attention_cost, is_attention
+from halftune.precision.resolve import has_grouped_kernel
 
 # Operators that return without launching a kernel, beside views.
 _FREE = re.compile(
@@ -37,7 +38,7 @@ _PADDED = re.compile(r"^aten::(slice|select|narrow|diagonal|as_strided)_(backwar
 # depth_to_max_blocks and depth_to_max_tensors; a launch takes 4 KB of arguments there.
 _CHUNK, _BLOCKS = 65536, 320
 _PER_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}  # tensors of one such launch, by operands per tensor
-_GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
+_GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback", "transformers::grouped_mm_fallback_backward")
 _SEVERAL = {
     **dict.fromkeys(("aten::slice_backward", "aten::select_backward", "aten::embedding_dense_backward"), 2),
     **dict.fromkeys(("aten::sort", "aten::topk", "aten::cumsum"), 2),
@@ -106,7 +107,8 @@ def cost_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any, lengths: Len
     dtype = max(operands, key=lambda tensor: tensor.numel()).dtype if operands else torch.float32
     if is_attention(name):
         found = attention_cost(name, named_arguments(func, args, kwargs), lengths)
-        return Cost(read + found.extra, written + found.extra, found.flops, found.launches, dtype, rate=found.rate)
+        read, written, dtype = read + found.extra, written + found.extra, operands[0].dtype  # a mask may be larger
+        return Cost(read, written, found.flops, found.launches, dtype, rate=found.rate)
     flops = flops_of(func, args, kwargs, out)
     if flops:
         dtype = _product_dtype(args)
@@ -161,7 +163,8 @@ def _adapted_flops(products: int) -> Callable[[Any, Any], float]:
 FLOPS: dict[str, Callable[[Any, Any], float]] = {
     "aten::addmm_": _in_place_flops,
     "aten::baddbmm_": _in_place_flops,
-    **dict.fromkeys(_GROUPED, _grouped_flops),
+    **dict.fromkeys(_GROUPED[:2], _grouped_flops),
+    _GROUPED[2]: lambda args, out: 2 * _grouped_flops(args, out),  # also of frozen weights
     "halftune::adapted_activation": _adapted_flops(1),
     "halftune::adapted_activation_backward_": _adapted_flops(2),  # the updates again, and three gradients
 }
@@ -223,7 +226,23 @@ def _read_too(name: str, func: Any, changed: list[torch.Tensor], kwargs: dict[st
     return [tensor for tensor in changed if id(tensor) not in targets]
 
 
+def loops_over_groups(name: str, args: Any) -> bool:
+    """Whether an operator multiplies group by group, for which the host waits for their sizes."""
+    if name not in _GROUPED or args[0].ndim == args[1].ndim == 3:
+        return False
+    half = {args[0].dtype, args[1].dtype} == {torch.bfloat16}
+    return name != _GROUPED[0] or not has_grouped_kernel(torch.cuda.get_device_capability(), "bf16" if half else "")
+
+
+def _of_groups(name: str, args: Any) -> int:
+    """Launches of an operator that loops over groups: of each a product (none for weights without a row), and fills."""
+    many = min(len(args[0]), len(args[1])) if args[1].ndim == 3 else len(args[2])
+    return {_GROUPED[0]: many, _GROUPED[1]: many + 1}.get(name, 2 * many + 2)
+
+
 def _launches(name: str, args: Any) -> int:
+    if loops_over_groups(name, args):
+        return _of_groups(name, args)
     if "_foreach_" in name or "_fused_" in name:
         lists = [arg for arg in args if isinstance(arg, (list, tuple)) and tensors_in(arg)]
         if lists:

@@ -26,10 +26,11 @@ from torch.overrides import TorchFunctionMode
 from transformers import masking_utils
 
 from halftune.attention import flash, flex
+from halftune.bench.paper.attention import attend_as_cuda
 from halftune.bench.paper.flash import package
 from halftune.bench.paper.flex import attend as flex_on_paper
 from halftune.bench.paper.recorder import Recorder
-from halftune.bench.paper.scans import scan_seconds
+from halftune.bench.paper.scans import scan_flops, scan_seconds
 from halftune.bench.paper.syncs import device_of, on_gpu
 from halftune.hardware import Device
 from halftune.precision.trace.cuda_rules import cuda_autocast_rules
@@ -75,6 +76,8 @@ class _Python(TorchFunctionMode):
             return _dropout(*args, **kwargs)
         if func is torch.Tensor.to:
             return _to(self.recorder, *args, **kwargs)
+        if func is torch.nn.functional.scaled_dot_product_attention and on_gpu((*args, kwargs.get("query"))[0]):
+            return attend_as_cuda(*args, **kwargs)
         if func in (torch.Tensor.cuda, torch.Tensor.cpu):
             return _to(self.recorder, args[0], CUDA if func is torch.Tensor.cuda else torch.device("cpu"))
         if kwargs.get("device") in ("cuda", torch.device("cuda")):
@@ -236,8 +239,10 @@ def _assumed(operator: str) -> selfcheck.Verdict:
 
 def _starter(recorder: Recorder) -> launch.Starter:
     def start(kernel: Any, _grid: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        name = getattr(getattr(kernel, "fn", kernel), "__name__", "kernel")
-        recorder.triton(name, (args, options), scan_seconds)
+        function = getattr(kernel, "fn", kernel)
+        name, where = getattr(function, "__name__", "kernel"), getattr(function, "__module__", "")
+        scan = scan_seconds(name, args), scan_flops(where, name, args, options)
+        recorder.triton(name, (args, options), *scan)
 
     return start
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from halftune.model.fused import fuse
 from halftune.plan import Plan
 
-_SHRINK = 64  # sizes of the copy: one of so many
+_SHRINK = 32  # sizes of the copy: one of so many
 
 
 @contextmanager
@@ -34,7 +35,7 @@ def fused_on_paper(model: nn.Module, plan: Plan) -> Iterator[str]:
 
 def _small(module: nn.Module) -> nn.Module:
     """A copy on the CPU with random weights, every size divided by ``_SHRINK``; equal sizes stay equal."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {id(code): code for code in sys.modules.values()}  # some hooks hold a Python module
     for parameter in [*module.parameters(), *module.buffers()]:
         shape = [size if size == 1 else max(2, size // _SHRINK) for size in parameter.shape]
         real = torch.randn(shape, dtype=torch.float32).to(parameter.dtype)

@@ -18,6 +18,7 @@ _AROUND = (
     (re.compile(r":(rotate_half|apply_\w*rotary\w*|apply_rotary\w*)$|ops/\w*rope"), ROPE),
     (re.compile(r"ops/(rms|layer|gated_rms)_?norm"), NORM),
     (re.compile(r"ops/(gated_delta_rule|kda|ssd|rwkv7|causal_conv1d)/|:(torch_)?(chunk|recurrent)_\w+$"), LINEAR),
+    (re.compile(r"paper/attention\.py:attend_as_cuda$"), ATTENTION),
     (re.compile(r"ops/float8_|torchao/float8/"), COPIES),
     (re.compile(r"ops/lora_mlp|ops/\w*glu"), ACTIVATION),
     (re.compile(r"ops/lora_"), LORA),
@@ -92,7 +93,7 @@ def kind_of(name: str, context: Context, *, fused_attention: bool, low_rank: boo
         return ATTENTION
     if context.module.endswith("lm_head"):
         return HEAD
-    if context.around in (OPTIMIZER, HEAD, LINEAR):
+    if context.around in (OPTIMIZER, HEAD, LINEAR, ATTENTION):
         return context.around
     own = LORA if low_rank else GEMM
     custom = "" if name.startswith(("aten::", "triton::")) else _matching(_CUSTOM, name)

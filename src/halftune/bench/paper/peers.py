@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from halftune.bench.paper.fake_cuda import CUDA, fake_cuda, move
+from halftune.bench.paper.micro_batches import MicroBatches
 from halftune.bench.paper.recorder import Recorder
 from halftune.bench.paper.step import Recorded, check_supported, ranks
 from halftune.config.run import RunConfig
@@ -42,7 +43,7 @@ class _TritonLora(torch.autograd.Function):
         ctx.save_for_backward(x, a, b)
         ctx.recorder = recorder
         out = x.new_empty(*x.shape[:-1], b.shape[0])
-        recorder.triton("lora_forward", (x, a, b, out), _no_scan)
+        recorder.triton("lora_forward", (x, a, b, out))
         return out
 
     @staticmethod
@@ -50,13 +51,9 @@ class _TritonLora(torch.autograd.Function):
         """Gradients of ``x``, ``a`` and ``b``."""
         (gradient,), (x, a, b) = gradients, ctx.saved_tensors
         dx, da, db = torch.empty_like(x), torch.empty_like(a), torch.empty_like(b)
-        ctx.recorder.triton("lora_db", (gradient, x, a, db), _no_scan)
-        ctx.recorder.triton("lora_da_dx", (gradient, x, a, b, dx, da), _no_scan)
+        ctx.recorder.triton("lora_db", (gradient, x, a, db))
+        ctx.recorder.triton("lora_da_dx", (gradient, x, a, b, dx, da))
         return dx, da, db, None
-
-
-def _no_scan(_name: str, _args: Any) -> float:
-    return 0.0
 
 
 def _transformers(config: RunConfig, plan: Plan, model: Any, mode: Any, _recorder: Recorder) -> Any:
@@ -136,18 +133,23 @@ def record_peer(name: str, config: RunConfig, plan: Plan, device: Device, *, sam
         optimizer = torch.optim.AdamW(trained, fused=True)
         half = name == "transformers" and plan.precision.autocast.value
         with recorder.watching(model):
-            _step(model, trained, optimizer, shape, plan if half else None)
+            _step(model, trained, optimizer, shape, plan if half else None, recorder)
             with recorder.recording():
-                _step(model, trained, optimizer, shape, plan if half else None)
+                _step(model, trained, optimizer, shape, plan if half else None, recorder)
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
     made = recorder.launches, recorder.syncs, recorder.calls
-    return Recorded(*made, math.prod(shape), length, layers, name, recorder.peak)
+    return Recorded(*made, math.prod(shape), length, layers, name, recorder.peak, shape[0])
 
 
-def _step(model: Any, trained: list[Any], optimizer: Any, shape: tuple[int, int, int], plan: Plan | None) -> None:
+def _step(
+    model: Any, trained: list[Any], optimizer: Any, shape: tuple[int, int, int], plan: Plan | None, recorder: Recorder
+) -> None:
     """Forward and backward of every micro-batch, clipping and one update, under the plan's autocast if one is given."""
+    micro_batches = MicroBatches(recorder)
     for ids in torch.zeros(shape, dtype=torch.long, device=CUDA):
-        _micro_batch(model, ids, shape[0], plan)
+        with micro_batches.one() as runs:
+            if runs:
+                _micro_batch(model, ids, shape[0], plan)
     nn.utils.clip_grad_norm_(trained, _MAX_NORM)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

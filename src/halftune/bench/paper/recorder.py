@@ -97,7 +97,7 @@ class Recorder(TorchDispatchMode):
         self._names: dict[nn.Module, Context] = {}
         self._stack: list[Context] = []
         self._made: dict[int, Context] = {}  # by autograd's number of the forward call
-        self._calls = 0
+        self.calls = 0  # operators after the last launch that launched nothing
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -117,11 +117,6 @@ class Recorder(TorchDispatchMode):
         self._note(func, args, kwargs, out, sys._getframe(1))
         return out
 
-    @property
-    def calls(self) -> int:
-        """Operators after the last launch that launched nothing."""
-        return self._calls
-
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
         """Inside, calls are attributed to the model's modules."""
@@ -138,7 +133,7 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Inside, kernels and waits are recorded; earlier records are dropped."""
-        self.launches, self.syncs, self._calls, self.on = [], [], 0, True
+        self.launches, self.syncs, self.calls, self.on = [], [], 0, True
         self.peak = self.bytes
         self.session += 1
         try:
@@ -152,14 +147,20 @@ class Recorder(TorchDispatchMode):
             now = len(self.launches)
             self.syncs.append(Sync(what, line_of(frame), now, now if until is None else until))
 
-    def triton(self, name: str, args: Any, seconds: Callable[[str, Any], float]) -> None:
-        """Record the launch of a Triton kernel: every operand is read or written once."""
+    def triton(self, name: str, args: Any, hopper: float = 0.0, flops: float = 0.0) -> None:
+        """Record the launch of a Triton kernel: every operand is read or written once.
+
+        Args:
+            name: of the kernel.
+            args: its arguments.
+            hopper, flops: see ``Cost``.
+        """
         if not self.on:
             return
         operands = distinct(tensors_in(args))
         moved = sum(map(touched, operands))
         dtype = max(operands, key=lambda one: one.numel()).dtype if operands else torch.float32
-        self._add(f"triton::{name}", Cost(moved, 0, dtype=dtype, hopper=seconds(name, args)), sys._getframe(1))
+        self._add(f"triton::{name}", Cost(moved, 0, flops, dtype=dtype, hopper=hopper), sys._getframe(1))
 
     def _meant(self, func: Any, args: Any) -> torch.device:
         """The device that torch's own code means by the CPU, which it takes every tensor to be on."""
@@ -192,7 +193,7 @@ class Recorder(TorchDispatchMode):
         if not self.on:
             return
         if is_free(func) or not any(map(on_gpu, tensors_in((args, kwargs, out)))):
-            self._calls += 1
+            self.calls += 1
             return
         cost = cost_of(func, args, kwargs, out, self._lengths)
         self._add(func._schema.name, cost, frame, context, self._low_rank(args, cost))
@@ -211,8 +212,8 @@ class Recorder(TorchDispatchMode):
         layer = _LAYER.search(context.module)
         backward = torch._C._current_autograd_node() is not None
         at = int(layer.group(1)) if layer else None
-        self.launches.append(Launch(name, kind, context.module, at, backward, cost, self._calls))
-        self._calls = 0
+        self.launches.append(Launch(name, kind, context.module, at, backward, cost, self.calls))
+        self.calls = 0
 
     def _context(self, frame: FrameType | None) -> Context:
         """Where a call is made; in the backward pass, where its forward call was made."""

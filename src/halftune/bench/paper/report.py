@@ -55,11 +55,11 @@ class PaperReport:
 
     @property
     def launches_per_layer(self) -> float:
-        """Kernel launches of a decoder layer, forward and backward: the sum of the kinds' medians over layers."""
+        """Kernel launches of a layer and micro-batch, both passes: the sum of the kinds' medians over layers."""
         return sum(one.launches for one in self.time.layer_kinds.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; sums are of a whole step, seconds of one GPU."""
+        """Plain data; sums are of a whole step, ``layer`` of a micro-batch; seconds of one GPU."""
         time, made = self.time, self.recorded
         return {
             "measured": False,
@@ -99,6 +99,7 @@ class PaperReport:
         """The tables."""
         made, time = self.recorded, self.time
         too_much = "" if self.fits else f": does not fit, the device has {self.memory / 2**30:.1f} GiB"
+        tokens = made.tokens // made.micro_batches
         gigaflops = sum(one.flops for one in time.kinds.values()) / made.tokens / 1e9
         lines = [
             f"{self.model} on {self.machine}: predicted on paper, nothing was measured",
@@ -111,7 +112,7 @@ class PaperReport:
             "",
             _row(f"one layer of {made.layers}", "launches", "MB/token", "GFLOP/token", "µs/token", "share"),
             *(
-                _kind(kind, one, made.tokens, sum(each.seconds for each in time.layer_kinds.values()))
+                _kind(kind, one, tokens, sum(each.seconds for each in time.layer_kinds.values()))
                 for kind, one in time.layer_kinds.items()
                 if one.launches
             ),
@@ -152,7 +153,8 @@ def profile(
         what = f"no rates of {device.name} are known"
         raise PlanError(what, where="--hardware", remedy=did_you_mean(device.name, known), code="bench.no_roofline")
     made = recorded or record_step(config, plan, device, sample=sample)
-    time = timeline(made.launches, made.syncs, made.calls, roofline, tf32=plan.precision.tf32.value)
+    step, tf32 = (made.launches, made.syncs, made.calls), plan.precision.tf32.value
+    time = timeline(*step, roofline, tf32=tf32, micro_batches=made.micro_batches)
     attention = f"{plan.attention.softmax.value} ({plan.attention.provider.value}, {plan.attention.varlen.value})"
     return PaperReport(plan.model, device.name, attention, made, time, roofline, device.memory_bytes)
 

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from halftune.bench.paper.fake_cuda import CUDA, fake_cuda, move
 from halftune.bench.paper.fuse import fused_on_paper
+from halftune.bench.paper.micro_batches import repeated_micro_batches
 from halftune.bench.paper.recorder import Launch, Recorder, Sync
 from halftune.config.run import RunConfig
 from halftune.config.sections.model import LoraAdapter
@@ -27,7 +28,7 @@ from halftune.model.meta.model import build, prepare, read_config
 from halftune.optim import make_optimizer
 from halftune.plan import Plan
 from halftune.train.checkpoint.run_inputs import UNCHANGED
-from halftune.train.loop.step import finish_step, start_step
+from halftune.train.loop.step import StartedStep, finish_step, start_step
 from halftune.train.loop.stepper import runs_late
 from halftune.train.parallel.strategy import Strategy
 from halftune.train.schedule import make_schedule
@@ -39,7 +40,7 @@ _METHODS = ("sft", "pretrain", "dpo", "simpo", "orpo", "cpo")
 
 @dataclass(frozen=True)
 class Recorded:
-    """A recorded step: its launches and waits, tokens, samples per row, what was fused, and memory.
+    """A recorded step: its launches and waits, tokens, samples per row, what was fused, memory, and micro-batches.
 
     ``peak``: bytes of all tensors at their most, without workspaces of libraries and reserves of the allocator.
     """
@@ -52,6 +53,7 @@ class Recorded:
     layers: int
     fused: str
     peak: int
+    micro_batches: int
 
 
 def record_step(config: RunConfig, plan: Plan, device: Device, *, sample: int | None = None) -> Recorded:
@@ -76,17 +78,18 @@ def record_step(config: RunConfig, plan: Plan, device: Device, *, sample: int | 
     ):
         model = _model(config, plan, attention, mode)
         run = state(config, plan, model, CUDA)
-        batches = [micro_batch(run, length) for _ in range(plan.batch.accumulation)]
+        batches = [micro_batch(run, length)] * plan.batch.accumulation
         with fused_on_paper(model, plan) as fused, recorder.watching(model):
-            before = start_step(run, _to_gpu(batches))
+            before = _start(run, recorder, batches)
             if not run.late:
                 finish_step(run, before)
             with recorder.recording():
-                now = start_step(run, _to_gpu(batches))
+                now = _start(run, recorder, batches)
                 finish_step(run, before if run.late else now)
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
     tokens = sum(batch.fed for batch in batches)
-    return Recorded(recorder.launches, recorder.syncs, recorder.calls, tokens, length, layers, fused, recorder.peak)
+    made = recorder.launches, recorder.syncs, recorder.calls
+    return Recorded(*made, tokens, length, layers, fused, recorder.peak, plan.batch.accumulation)
 
 
 def check_supported(config: RunConfig, plan: Plan, device: Device) -> None:
@@ -110,8 +113,9 @@ def check_supported(config: RunConfig, plan: Plan, device: Device) -> None:
             raise PlanError(f"bench --paper does not support {what}", code="bench.paper_unsupported")
 
 
-def _to_gpu(batches: list[Batch]) -> list[Batch]:
-    return [batch.to(CUDA) for batch in batches]
+def _start(run: TrainState, recorder: Recorder, batches: list[Batch]) -> StartedStep:
+    with repeated_micro_batches(run, recorder):
+        return start_step(run, [batch.to(CUDA) for batch in batches])
 
 
 def ranks(config: RunConfig) -> frozenset[int]:

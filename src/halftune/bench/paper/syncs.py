@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
+from halftune.bench.paper.costs import loops_over_groups
 from halftune.bench.paper.values import Values
 
 aten = torch.ops.aten
@@ -47,6 +48,8 @@ def sync_of(func: Any, args: Any, kwargs: dict[str, Any]) -> str:
         return ""
     if func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
         return ""
+    if loops_over_groups(func._schema.name, args):
+        return "sizes of groups"
     name = func._schema.name.removeprefix("aten::")
     if reads_mask(func, args):
         return f"{name} by a mask"

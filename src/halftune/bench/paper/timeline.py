@@ -47,7 +47,7 @@ class Timeline:
         waiting: seconds that the GPU waits for the host.
         kinds: sums by kind.
         layers: sums by decoder layer.
-        layer_kinds: sums by kind of one layer, the median over layers.
+        layer_kinds: sums by kind of one layer and micro-batch, the median over layers.
         modules: sums by the module of the forward call, those of all layers and experts as one: ``layers.*.mlp``.
     """
 
@@ -70,21 +70,28 @@ class Timeline:
 
 def seconds_of(launch: Launch, roofline: Roofline, *, tf32: bool) -> float:
     """The time of a call's kernels on a GPU."""
-    cost = launch.cost
+    cost, work = launch.cost, _WORK.get(launch.cost.dtype)
     if cost.rate:
         kernel, _, backward = cost.rate.partition("/")
         rates = roofline.attention.get(kernel) or roofline.attention["efficient"]
-        rate = rates[1 if backward else 0]
+        rate = min(rates[1 if backward else 0], roofline.products(work or "fp32"))  # the rates are those of half
     else:
-        rate = roofline.products(_WORK.get(cost.dtype) or ("tf32" if tf32 else "fp32"))
+        rate = roofline.products(work or ("tf32" if tf32 else "fp32"))
         rate *= roofline.exact if cost.exact else 1.0
     share = roofline.rounding if _ROUNDING.search(launch.op) else 1.0
-    found = roofline.seconds(moved=cost.read + cost.written, flops=cost.flops, rate=rate, share=share)
+    flops = 0.0 if cost.hopper else cost.flops
+    found = roofline.seconds(moved=cost.read + cost.written, flops=flops, rate=rate, share=share)
     return max(found, cost.launches * roofline.kernel, cost.hopper * roofline.scan)
 
 
 def timeline(
-    launches: Sequence[Launch], syncs: Sequence[Sync], calls: int, roofline: Roofline, *, tf32: bool
+    launches: Sequence[Launch],
+    syncs: Sequence[Sync],
+    calls: int,
+    roofline: Roofline,
+    *,
+    tf32: bool,
+    micro_batches: int = 1,
 ) -> Timeline:
     """Play a step on a GPU.
 
@@ -93,6 +100,7 @@ def timeline(
         calls: operators after the last launch that launched nothing.
         roofline: the GPU's rates.
         tf32: whether fp32 products may use TF32.
+        micro_batches: of the step.
     """
     found = Timeline(kinds={kind: Sum() for kind in KINDS})
     waits: dict[int, list[Sync]] = defaultdict(list)
@@ -118,10 +126,12 @@ def timeline(
             by_layer[launch.layer][launch.kind].add(launch, taken)
     found.seconds = max(free, host + calls * HOST_CALL)
     found.waiting += found.seconds - free  # the next step's first kernel
-    found.layer_kinds = {kind: _median([sums[kind] for sums in by_layer.values()]) for kind in KINDS if by_layer}
+    for kind in KINDS if by_layer else ():
+        found.layer_kinds[kind] = _median([sums[kind] for sums in by_layer.values()], micro_batches)
     return found
 
 
-def _median(sums: list[Sum]) -> Sum:
+def _median(sums: list[Sum], parts: int) -> Sum:
+    """The median, of each of so many parts."""
     names = ("launches", "bytes", "flops", "seconds")
-    return Sum(**{name: statistics.median(getattr(one, name) for one in sums) for name in names})
+    return Sum(**{name: statistics.median(getattr(one, name) for one in sums) / parts for name in names})

@@ -179,7 +179,7 @@ def _fuse_mlp(
     everything: bool,
 ) -> set[nn.Module]:
     """Fuse a gated feed-forward layer; returns the layers that are computed inside."""
-    weights, kind = first.read(), "feed-forward layers"
+    weights, kind = first.parts(), "feed-forward layers"
     if weights is None and not everything:
         done.left[f"{kind} with trained or unsupported parts"] += 1
         return set()

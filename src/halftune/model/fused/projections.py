@@ -48,15 +48,19 @@ class FusedMlp:
     def __init__(self, module: nn.Module, names: Sequence[str], activation: str = "silu") -> None:
         self.module, self.names, self.activation = module, tuple(names), activation
 
+    def parts(self) -> list[AdaptedWeight] | None:
+        """The children in their current state; None if one is unsupported."""
+        layers = [adapted_weight(self.module.get_submodule(name)) for name in self.names]
+        known = [layer for layer in layers if layer is not None]
+        halves = len(layers) == 2 and any(isinstance(layer.weight, Packed) for layer in known[:1])
+        return None if halves or len(known) < len(layers) else known
+
     def read(self) -> Weights | None:
         """Gate, up and down in their current state; None if one is unsupported."""
-        layers = [adapted_weight(self.module.get_submodule(name)) for name in self.names]
-        if any(layer is None for layer in layers):
+        if (parts := self.parts()) is None:
             return None
-        *first, down = (layer for layer in layers if layer is not None)
+        *first, down = parts
         if len(first) == 1:
-            if isinstance(first[0].weight, Packed):
-                return None
             half = first[0].weight.shape[0] // 2
             first = [_rows(first[0], cut) for cut in (slice(0, half), slice(half, None))]
         return first[0], first[1], down
