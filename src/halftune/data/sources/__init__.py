@@ -2,6 +2,6 @@
 
 In: a source's section of the recipe.
 Out: `Rows` that know their file and line.
-Imported by: `data.pipeline`, `data.preflight`, `data.preview`, `data.stream`, `evaluate`, `halftune_webui`,
+Imported by: `cli`, `data.pipeline`, `data.preflight`, `data.preview`, `data.stream`, `evaluate`, `halftune_webui`,
     `verify`.
 """
