@@ -27,8 +27,7 @@ from transformers import masking_utils
 
 from halftune.attention import flash, flex
 from halftune.bench.paper.attention import attend_as_cuda
-from halftune.bench.paper.flash import package
-from halftune.bench.paper.flex import attend as flex_on_paper
+from halftune.bench.paper.attention_kernels import attend_flex, package
 from halftune.bench.paper.recorder import Recorder
 from halftune.bench.paper.scans import scan_flops, scan_seconds
 from halftune.bench.paper.syncs import device_of, on_gpu
@@ -217,7 +216,7 @@ def _answers(recorder: Recorder, device: Device, capability: tuple[int, int]) ->
     kinds = [*optimizers._foreach_supported_types, FakeTensor]
     yield patch.object(optimizers, "_foreach_supported_types", kinds)
     yield patch.object(torch._C, "_group_tensors_by_device_and_dtype", _grouped)
-    yield patch.object(flex, "attend", flex_on_paper)
+    yield patch.object(flex, "attend", attend_flex)
     yield patch.object(flash, "need", package)
     yield patch.object(dispatch, "_verdict", lambda operator, *_: _assumed(operator))
 
