@@ -19,7 +19,9 @@ from halftune.bench.paper.peers import record_peer
 from halftune.bench.paper.report import PaperReport, profile
 from halftune.bench.paper.step import Recorded
 from halftune.bench.paper.timeline import seconds_of
+from halftune.bench.peak import listed_peak
 from halftune.hardware.catalogue import lookup
+from halftune.hardware.roofline import roofline_of
 
 PLAIN, FUSED, FA3, FP8 = "transformers' layers", "fused layers", "fused, FlashAttention-3", "fused, `linear: fp8`"
 PEFT = "transformers with peft, SDPA"
@@ -146,17 +148,22 @@ class Page:
         return self.of(title, self.steps[key], machine)
 
 
-def counts(found: PaperReport) -> tuple[str, str, str]:
-    """Launches of a layer, host syncs of a step, GiB of tensors."""
-    made = found.recorded
-    return f"{found.launches_per_layer:.0f}", str(len(made.syncs)), f"{made.peak / 2**30:.1f}"
+COUNTS = ("launches a layer", "MB a token and layer", "host syncs", "GiB", "bound by")
+
+
+def counts(found: PaperReport) -> tuple[str, ...]:
+    """The cells of ``COUNTS``: of a layer, of a step, of all tensors; and what takes most of the time."""
+    made, moved = found.recorded, sum(one.bytes for one in found.time.layer_kinds.values())
+    tokens = made.tokens / made.micro_batches
+    memory, syncs = f"{made.peak / 2**30:.1f}", str(len(made.syncs))
+    return f"{found.launches_per_layer:.0f}", f"{moved / tokens / 1e6:.2f}", syncs, memory, found.time.bound
 
 
 def table(page: Page, title: str) -> None:
     """Every way as a row: tokens per second by machine, and what does not depend on the machine."""
     model, columns = MODELS[title], (*MODELS[title].machines, *MODELS[title].old)
     names = [lookup(machine).devices[0].name for machine in columns]
-    print(head("tokens/s", *names, "launches a layer", "host syncs", "GiB"))
+    print(head("tokens/s", *names, *COUNTS))
     for way in model.ways:
         found = {machine: page.report(title, way, machine) for machine in model.machines if machine in WHERE[way]}
         cells = (f"{found[one].tokens_per_second:,.0f}" if one in found else "–" for one in columns)
@@ -175,9 +182,9 @@ FLOPs at the rates of `src/halftune/hardware/roofline.py`. LoRA of rank 16 on al
 labelled, no checkpointing. Sizes are those of the published config.json.
 Made by `python scripts/bench/gpu_on_paper.py`.
 
-*Launches a layer* and *GiB* are those of the first machine. GiB: all tensors at their most, without what libraries and
-the allocator need. An RTX 4090 and a T4 lack the memory for these models: their columns compare speeds. A T4 computes
-in fp16, with torch's own attention."""
+The columns after the speeds are those of the first machine. GiB: all tensors at their most, without what libraries and
+the allocator need. Padded rows wait once more for each micro-batch and kind of mask. An RTX 4090 and a T4 lack the
+memory for these models: their columns compare speeds. A T4 computes in fp16, with torch's own attention."""
 ERROR = """
 ## What is known of the error
 
@@ -187,6 +194,12 @@ steps. Models on a CPU that nothing was fitted to: [a predicted CPU step](cpu-on
 AUTOMODEL = """
 NeMo AutoModel's published LoRA rows on one H100: 2 × 4,096 tokens, every token labelled, no clipping. On paper:
 transformers' model, SDPA, a fused norm, adapters in bf16 by Triton kernels, all logits.
+"""
+RATES = """
+## Rates
+
+Products and attention in TFLOP/s. Those of Hopper were measured on an H200 (FlashAttention-3: published), the others
+are shares of data sheets: `src/halftune/hardware/roofline.py`. A kernel takes the longer of its bytes and its FLOPs.
 """
 NOT_BUILT = """
 ## Not built: LoRA inside the base product
@@ -212,6 +225,23 @@ def tables(page: Page) -> None:
     for title, model in MODELS.items():
         print(f"\n## {title}\n\n{model.what}{' ' + model.note if model.note else ''}\n")
         table(page, title)
+
+
+def rates() -> None:
+    """The rates that predictions rest on, over the data sheets' peaks."""
+    print(RATES)
+    kernels = ("fa2", "fa3", "efficient")
+    print(head("", "TB/s", "bf16, fp16", "of the data sheet's", "fp8", *(f"{one}, and backward" for one in kernels)))
+    for machine in (*BF16, "t4"):
+        name = lookup(machine).devices[0].name
+        line, peak = roofline_of(name), listed_peak(name, "fp16", tf32=False)
+        assert line is not None
+        assert peak is not None
+        half, fp8 = line.gemm["fp16"], line.gemm.get("fp8")
+        pairs = [line.attention.get(one) for one in kernels]
+        cells = [f"{half / 1e12:,.0f}", f"{half / peak.flops:.0%}", f"{fp8 / 1e12:,.0f}" if fp8 else "–"]
+        cells += [", ".join(f"{one / 1e12:,.0f}" for one in pair) if pair else "–" for pair in pairs]
+        print(row(name, f"{line.bandwidth / 1e12:.2f}", *cells))
 
 
 def kernels(page: Page) -> None:
@@ -284,6 +314,7 @@ def main() -> None:
         errors(page)
         goals(page)
         not_built(page)
+        rates()
         kernels(page)
 
 

@@ -1,7 +1,7 @@
 """Attention kernels on paper: operators with shapes, without numbers, whose cost is known by the samples' boundaries.
 
-FlashAttention 2, 3 and 4, whose packages need not be installed: operands, results and what is kept for the backward pass
-are those of `halftune.attention.flash_op`. Flex attention of packed rows: torch's own is a higher-order operator,
+FlashAttention 2, 3 and 4, whose packages need not be installed: operands, results and what is kept for the backward
+pass are those of `halftune.attention.flash_op`. Flex attention of packed rows: torch's own is a higher-order operator,
 compiled where it runs. N tokens; H, G heads; head sizes D and E.
 """
 
