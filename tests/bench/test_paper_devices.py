@@ -89,6 +89,14 @@ def test_attention_in_fp32_is_no_faster_than_products_in_fp32(tmp_path: Path) ->
     assert {one.cost.rate for one in kernels} == {"efficient", "efficient/backward"}
 
 
+def test_a_checkpoint_attends_again_by_the_same_kernel(tmp_path: Path) -> None:
+    keys = {"attention": "sdpa", "data": PADDED, "training": {"output_dir": "run", "gradient_checkpointing": True}}
+    step = recorded(recipe(tmp_path, "llama", sizes={"num_hidden_layers": 1, "num_key_value_heads": 4}, **keys))
+    rates = [one.cost.rate for one in step.recorded.launches if one.cost.rate]
+    assert set(rates) == {"fa2", "fa2/backward"}
+    assert rates.count("fa2") == 2 * rates.count("fa2/backward")
+
+
 @pytest.mark.parametrize(
     ("machine", "dtype", "one"),
     [("h100", BF16, True), ("b200", BF16, True), ("h100", FP16, False), ("a100", BF16, False), ("h100", FP32, False)],

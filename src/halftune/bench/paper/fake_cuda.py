@@ -75,8 +75,6 @@ class _Python(TorchFunctionMode):
             return _dropout(*args, **kwargs)
         if func is torch.Tensor.to:
             return _to(self.recorder, *args, **kwargs)
-        if func is torch.nn.functional.scaled_dot_product_attention and on_gpu((*args, kwargs.get("query"))[0]):
-            return attend_as_cuda(*args, **kwargs)
         if func in (torch.Tensor.cuda, torch.Tensor.cpu):
             return _to(self.recorder, args[0], CUDA if func is torch.Tensor.cuda else torch.device("cpu"))
         if kwargs.get("device") in ("cuda", torch.device("cuda")):
@@ -216,9 +214,18 @@ def _answers(recorder: Recorder, device: Device, capability: tuple[int, int]) ->
     kinds = [*optimizers._foreach_supported_types, FakeTensor]
     yield patch.object(optimizers, "_foreach_supported_types", kinds)
     yield patch.object(torch._C, "_group_tensors_by_device_and_dtype", _grouped)
+    # not by the mode above, which is off where a checkpoint computes its forward pass again
+    yield patch.object(torch.nn.functional, "scaled_dot_product_attention", _attend)
     yield patch.object(flex, "attend", attend_flex)
     yield patch.object(flash, "need", package)
     yield patch.object(dispatch, "_verdict", lambda operator, *_: _assumed(operator))
+
+
+_on_cpu = torch.nn.functional.scaled_dot_product_attention
+
+
+def _attend(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return (attend_as_cuda if on_gpu(query) else _on_cpu)(query, *args, **kwargs)
 
 
 _group: Any = vars(torch._C)["_group_tensors_by_device_and_dtype"]
