@@ -45,7 +45,7 @@ def written(folder: Path, kind: str) -> dict[str, dict[str, Any]]:
     """Writes a model; returns a row of each kind of media that its type is trained on, by the key of ``data``."""
     rows = {}
     if kind in tiny_audio.KINDS:
-        tiny_audio.audio_model(folder / "model", kind)
+        tiny_audio.audio_model(folder / "model", kind, images=kind in tiny_images.KINDS)
         tiny_audio.write_rows(folder, [HEARD])
         rows["audio"] = HEARD
     else:
