@@ -101,6 +101,11 @@ def own_module_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name)
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Names bytes by their argument: archives hold the time, and processes of xdist must collect the same names."""
+    return argname if isinstance(val, bytes) else None
+
+
 @pytest.fixture(autouse=True)
 def _logger_as_imported() -> Iterator[None]:
     """A verb that runs inside a test sets the package's logger up; the next test gets it as imported."""
