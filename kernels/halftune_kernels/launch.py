@@ -85,7 +85,11 @@ def start(kernel: Any, grid: tuple[int, ...], config: Config, *args: Any, **cons
 # Modules whose kernels form products one after the other, each from the last one's result.
 _CHAINED = frozenset(
     f"halftune_kernels.{name}"
-    for name in ("scan.delta_kernels", *(f"ops.{one}.kernels" for one in ("gated_delta_rule", "kda", "rwkv7", "ssd")))
+    for name in (
+        "scan.delta_kernels",
+        *(f"ops.{one}.kernels" for one in ("gated_delta_rule", "kda", "rwkv7", "ssd")),
+        "ops.adapted_activation.triton",
+    )
 )
 _SYNCHRONOUS = {90: "DISABLE_MMA_V3"}
 

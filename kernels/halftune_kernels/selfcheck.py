@@ -118,7 +118,8 @@ def _check_apart(
     begun = time.perf_counter()
     # -P: what lies in the current folder is not imported
     command = [sys.executable, "-P", "-m", __name__, operator, backend, str(device), *map(_name, dtypes)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    # One thread: the reference is small, and checks side by side that each take all cores wait for one another.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, env=environment, check=False)
         return Verdict(**json.loads(done.stdout.splitlines()[-1]))

@@ -12,8 +12,10 @@ the sizes of published models on a GPU.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import resource
+import statistics
 import sys
 import tempfile
 import time
@@ -69,16 +71,18 @@ def measured(framework: str, rows: int, length: int, vocabulary: int, gib: float
 
 
 def ours(file: Path, steps: int) -> dict[str, Any]:
-    """halftune, as ``halftune bench`` measures it, and the memory that its plan expects."""
+    """halftune, as ``halftune bench`` measures it, the median of its steps, and the memory that its plan expects."""
     from harness import planned
 
     from halftune.bench.measured import measure
 
     _, plan = planned(json.loads(file.read_text()), file)
     found = measure({"config": str(file), "overrides": [], "warm_up": 1, "steps": steps})
+    rates = [one["real"] / one["seconds"] for one in found["steps"][1:]]
     return {
         "cpu": found["real_per_cpu_second"],
         "wall": found["real_per_second"],
+        "median": statistics.median(rates),
         "peak": found.get("peak_device_bytes", found["peak_rss_bytes"]),
         "expected": plan.memory.total,
         "mfu": found["mfu"],
@@ -123,7 +127,9 @@ def plain(file: Path, steps: int) -> dict[str, Any]:
     real = sum(len(one["input_ids"]) for one in rows) / len(rows) * size * (len(times) - 1)
     first, last = times[0], times[-1]
     peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"cpu": real / (last[0] - first[0]), "wall": real / (last[1] - first[1]), "peak": peak}
+    took = statistics.median(after[1] - before[1] for before, after in itertools.pairwise(times))
+    made = {"cpu": real / (last[0] - first[0]), "wall": real / (last[1] - first[1]), "peak": peak}
+    return made | {"median": real / (len(times) - 1) / took}
 
 
 def packed_rows(file: Path) -> list[dict[str, list[int]]]:

@@ -1,6 +1,6 @@
 """Compiles the kernels of every model's layers for GPUs that are not here, at real widths, and prints their table.
 
-    nice python scripts/bench/compile_dense.py        # about a minute of one core
+    nice python scripts/bench/compile_dense.py        # about three minutes of one core
 
 A cell is shared memory in KiB, registers per thread and bytes per thread that spill. The table of
 docs/measurements/kernels.md is what it printed; ``compile_table.py`` holds the other operators.
@@ -20,6 +20,7 @@ from halftune_kernels.cases import case
 from halftune_kernels.ops.adapted_activation import most_ranks
 
 GPUS = (80, 89, 90, 100)
+LOOPS = ("rms_norm", "adapted_activation")  # over tiles, with enough rows; read ahead, and need more registers
 # operator, size of its case, heads of keys and queries, what it stands for
 WIDTHS: tuple[tuple[str, int, tuple[int, int] | None, str], ...] = (
     ("rms_norm", 128, None, "128"),
@@ -48,7 +49,8 @@ def main() -> int:
                         "-"
                     )
                     continue
-                for number, kernel in enumerate(compile_case(case(operator, size, (0, 80), heads=heads), dtype, gpu)):
+                made = case(operator, size, (0, 8192 if operator in LOOPS else 80), heads=heads)
+                for number, kernel in enumerate(compile_case(made, dtype, gpu)):
                     name = f"`{kernel.kernel}`" + (", back" if operator == "rope" and number else "")
                     cells = rows.setdefault((operator, width, str(dtype).removeprefix("torch."), name), [])
                     cells.append(f"{kernel.shared / 1024:.0f} / {kernel.registers} / {kernel.spills}")

@@ -1,16 +1,18 @@
 """A training step at the sizes of published models on this GPU: ways of halftune, and transformers' Trainer with peft.
 
-  python scripts/bench/gpu_step.py                                every model and way, about 25 minutes
+  python scripts/bench/gpu_step.py                                every model and way, about 35 minutes
   python scripts/bench/gpu_step.py --models qwen2.5-7b --ways fused trainer
   python scripts/bench/gpu_step.py --layers 8                     of each model, for a small GPU or little time
   python scripts/bench/gpu_step.py --dry-run                      tiny sizes in fp32 on a CPU: is the script right?
 
 LoRA of rank 16, bf16, random weights, 2 rows of 4,096 tokens, each one sample, as in published tables: every token
-has a label and neither side needs a mask, so that both use a flash kernel. No checkpointing.
+has a label and neither side needs a mask, so that both use a flash kernel. No checkpointing. Speeds are those of the
+median step, since some steps compile kernels.
 Every case is a process of its own. ``--out FILE`` keeps each case as a line of JSON once it is measured; what the file
 holds of this GPU and this commit is not measured again, unless it failed, so several calls may share the work. Beside
-the measured speed stands what the paper profiler predicts. Leaves with 1 if a way of halftune failed; what a plan
-refuses on this GPU (fp8 on an A100) did not.
+the measured speed stands what the paper profiler predicts, which takes half a minute of a core for each case, or
+nothing with ``--measured-only``. Leaves with 1 if a way of halftune failed; what a plan refuses on this GPU (fp8 on an
+A100) did not.
 """
 
 from __future__ import annotations
@@ -45,9 +47,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "compile": {"training": {"torch_compile": True}},
     "plain-compile": {"training": {"fused_layers": False, "torch_compile": True}},
     "fp8": {"precision": {"compute": "bf16", "linear": "fp8"}},
+    "fa4": {"attention": "fa4"},
+    "fa4-fp8": {"attention": "fa4", "precision": {"compute": "bf16", "linear": "fp8"}},
 }
 DRY = ("fused", "plain", "trainer")
-STEPS = 10
+STEPS = 20
 
 
 def sizes(name: str, layers: int) -> dict[str, Any]:
@@ -72,7 +76,7 @@ def write_model(folder: Path, name: str, layers: int) -> None:
     model.save_pretrained(folder)
 
 
-def measured(folder: Path, name: str, way: str, layers: int) -> dict[str, Any]:
+def measured(folder: Path, name: str, way: str, layers: int, *, predict: bool) -> dict[str, Any]:
     """One case, in this process."""
     made, file = folder / "made", folder / way / "recipe.yaml"
     if not made.exists():
@@ -89,7 +93,7 @@ def measured(folder: Path, name: str, way: str, layers: int) -> dict[str, Any]:
     from halftune.core.errors import PlanError
 
     try:
-        return {**ours(file, STEPS), **predicted(tree, file, tiny)}
+        return ours(file, STEPS) | (predicted(tree, file, tiny) if predict else {})
     except PlanError as error:
         return {"refused": str(error)}
 
@@ -120,12 +124,12 @@ def where() -> dict[str, str]:
 def table(found: list[dict[str, Any]]) -> str:
     """Every case as a row: tokens per second, measured and predicted, over those of the Trainer, and memory."""
     lines = [head("model, way", "tokens / s", "predicted", "of the Trainer's", "peak GiB", "plan expects GiB", "MFU")]
-    plainly = {one["model"]: one.get("wall") for one in found if one["way"] == "trainer"}
+    plainly = {one["model"]: one.get("median") for one in found if one["way"] == "trainer"}
     for one in found:
-        speed, other, mfu = one.get("wall"), plainly.get(one["model"]), one.get("mfu")
+        speed, other, mfu = one.get("median"), plainly.get(one["model"]), one.get("mfu")
         memory = [f"{one[key] / 2**30:.1f}" if one.get(key) else "–" for key in ("peak", "expected")]
         ahead = f"{speed / other:.2f}" if speed and other and one["way"] != "trainer" else "–"
-        rates = [f"{one[key]:,.0f}" if one.get(key) else "–" for key in ("wall", "predicted")]
+        rates = [f"{one[key]:,.0f}" if one.get(key) else "–" for key in ("median", "predicted")]
         rates[0] = one.get("note") or one.get("refused") or rates[0]
         name = f"{one['model']}{', ' + str(one['layers']) + ' layers' if one['layers'] else ''}, {one['way']}"
         lines.append(row(name, *rates, ahead, *memory, f"{mfu:.0%}" if mfu else "–"))
@@ -135,14 +139,15 @@ def table(found: list[dict[str, Any]]) -> str:
 def main() -> int:
     """Measures, or is one case."""
     if (words := case()) is not None:
-        folder, model, way, layers = words
-        print(json.dumps(measured(Path(folder), model, way, int(layers))))
+        folder, model, way, layers, predict = words
+        print(json.dumps(measured(Path(folder), model, way, int(layers), predict=bool(int(predict)))))
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--layers", type=int, default=0, help="of each model (default: all)")
     parser.add_argument("--out", type=Path, help="JSON lines; what it holds is not measured again")
+    parser.add_argument("--measured-only", action="store_true", help="do not predict")
     parser.add_argument("--dry-run", action="store_true")
     asked = parser.parse_args()
     models, ways = (["tiny"], DRY) if asked.dry_run else (asked.models, asked.ways)
@@ -154,7 +159,7 @@ def main() -> int:
         known = {one["way"] for one in found if (one["model"], one["layers"]) == (model, asked.layers)}
         for way in (one for one in ways if one not in known):
             named = {"model": model, "way": way, "layers": asked.layers, **here}
-            found.append(named | fresh(folder, model, way, asked.layers))
+            found.append(named | fresh(folder, model, way, asked.layers, int(not asked.measured_only)))
             if asked.out:
                 with asked.out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(found[-1]) + "\n")

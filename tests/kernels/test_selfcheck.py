@@ -107,6 +107,20 @@ def test_a_check_of_its_own_process(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert (found.passed, found.lasting) == (False, False)
 
 
+def test_a_check_in_a_process_of_its_own_has_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several run side by side: with all cores for each, four of them took minutes on a GPU machine."""
+    seen: dict[str, str] = {}
+
+    def run(*_: Any, env: dict[str, str], **__: Any) -> Any:
+        seen.update(env)
+        raise OSError
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setenv("OMP_NUM_THREADS", "16")
+    selfcheck._check_apart("ssd", CPU, "cpu")
+    assert seen["OMP_NUM_THREADS"] == "1"
+
+
 def test_the_references_products_are_exact_where_a_run_allows_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     monkeypatch.setattr(selfcheck, "_errors", lambda *_: seen.append(torch.get_float32_matmul_precision()) or {})

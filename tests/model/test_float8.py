@@ -37,6 +37,13 @@ def made_of(rows: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return values.double() * scales.double()
 
 
+def test_weights_are_rounded_where_they_are_computed_with() -> None:
+    layer, device = nn.Linear(32, 16), torch.device("meta")
+    found = Float8Linear(layer, device)
+    assert {one.device for one in (found.values, found.scales)} == {device}
+    assert layer.weight.device.type == "cpu"
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, BF16], ids=str)
 def test_the_products_are_those_of_rounded_rows(dtype: torch.dtype) -> None:
     """Forward, and the gradient of the input: the weight's scales round the incoming gradient with it."""

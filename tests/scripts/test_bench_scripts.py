@@ -108,8 +108,8 @@ def test_models_of_the_gpu_table_have_the_published_number_of_weights(scripts: A
 
 
 def test_the_gpu_table_compares_with_the_trainer(scripts: Any) -> None:
-    ours = {"model": "a", "way": "fused", "layers": 0, "wall": 3000.0, "predicted": 4000.0, "peak": 2**30, "mfu": 0.5}
-    theirs = {"model": "a", "way": "trainer", "layers": 0, "wall": 1500.0, "peak": 2**31}
+    ours = {"model": "a", "way": "fused", "layers": 0, "median": 3000.0, "predicted": 4000.0, "peak": 2**30, "mfu": 0.5}
+    theirs = {"model": "a", "way": "trainer", "layers": 0, "median": 1500.0, "peak": 2**31}
     failed = {"model": "a", "way": "fp8", "layers": 0, "note": "not here"}
     lines = scripts("gpu_step").table([ours, failed, theirs]).splitlines()[2:]
     assert [one.split(" | ")[1:] for one in lines] == [

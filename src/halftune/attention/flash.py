@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, H query heads, G key/value heads, D head size, N toke
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -84,6 +85,7 @@ def flash_attn_4_varlen(kernel: Callable[..., Any] | None = None) -> Varlen:
     if kernel is None:
         package = need("flash_attn.cute", why="attention: fa4", distribution="flash-attn-4")
         kernel = package.flash_attn_varlen_func
+        warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)  # of its own code, at each compilation
     return _later("FlashAttention-4", kernel, None)  # type: ignore[arg-type]
 
 

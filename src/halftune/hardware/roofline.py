@@ -11,15 +11,18 @@ c: copies of large tensors reach 85 to 92 % of a data sheet's bandwidth.
 d: Shah et al. 2024, FlashAttention-3 (arXiv:2407.08608), figures 5 and 6, H100, head size 128, 8k tokens: forward FA3
    646 TFLOP/s, backward about 550.
 e: Dao 2023, FlashAttention-2 (arXiv:2307.08691), figures 4 to 6, A100: up to 200 TFLOP/s forward and 190 backward.
-f: assumed in proportion: attention to the products of a similar GPU, rounding to float8 to the bandwidth.
+f: assumed in proportion: attention to the products of a similar GPU, FA3 on Hopper to what FA2 reaches in a step,
+   rounding to float8 and gated activations to the bandwidth.
 g: assumed.
-h: assumed: Hopper adds up float8 products in 14 bits, and without fast accumulation partial sums go to fp32 registers
-   (DeepSeek-V3, arXiv:2412.19437, section 3.3.2); 70 % of the rate is left. Other GPUs add up in fp32.
-m: measured on an H200 with torch 2.11 in November 2026: bandwidth 4.28 TB/s, 1.15 where rows are rounded to float8;
-   products of a 7B layer in bf16 691, tf32 355, fp32 51 and fp8 with scales of rows 1,338 TFLOP/s; causal attention
-   over samples of 4,096 with FA2 302 forward and 259 backward, memory-efficient 161 and 122; the host takes 10 to 15 µs
-   for an eager operator with autograd, 3.5 to 4.2 µs for one without a kernel, 8 to 11 µs for a read of the GPU (16
-   virtual cores).
+h: Hopper adds up float8 products in 14 bits, and without fast accumulation partial sums go to fp32 registers
+   (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). Other GPUs add up in fp32.
+m: measured on three H200 with torch 2.11 in November 2026. Alone: bandwidth 4.28 TB/s, 2.76 where rows are rounded to
+   float8; products of a 7B layer in bf16 695, tf32 351, fp32 52 and fp8 with scales of rows 1,355 TFLOP/s, 1,183
+   without fast accumulation; memory-efficient attention 161 forward and 122 backward; the host takes 10 to 15 µs for an
+   eager operator with autograd, 2.2 to 4.2 µs for one without a kernel, 5 to 11 µs for a read of the GPU (16 virtual
+   cores). In a step of a 7B model, whose products hold the clock down: causal attention over samples of 4,096 with FA2
+   245 and 220 TFLOP/s (302 and 259 alone), with FA4 495 and 424; gated activations between adapters 2.45 TB/s; products
+   in bf16 732 on one GPU, 690 on another.
 """
 
 from __future__ import annotations
@@ -60,7 +63,8 @@ class Roofline:
         kernel: seconds that the shortest kernel occupies the GPU, the gap to the next included.
         scan: time of a chunked linear-attention kernel over that on Hopper (``SCANS``).
         rounding: share of ``bandwidth`` that rounding rows to float8 reaches (m, f).
-        exact: share of the products' rate in float8 without fast accumulation (h).
+        gated: share of ``bandwidth`` that gated activations between adapters reach (m, f).
+        exact: share of the products' rate in float8 without fast accumulation (h, m).
     """
 
     name: str
@@ -70,7 +74,8 @@ class Roofline:
     attention: dict[str, tuple[float, float]]
     kernel: float = 2.5e-6
     scan: float = 1.0
-    rounding: float = 0.27
+    rounding: float = 0.64
+    gated: float = 0.57
     exact: float = 1.0
 
     def products(self, work: Work) -> float:
@@ -104,9 +109,9 @@ def _like(base: Roofline, name: str, pattern: str, *, bandwidth: float, scan: fl
     return Roofline(name, pattern, bandwidth * 1e12, rates, attention, base.kernel, scan)
 
 
-_HOPPER = _tera(bf16=690, fp16=690, tf32=350, fp32=50, fp8=1330)
-_HOPPER_ATTENTION = _attention(fa2=(300, 260), fa3=(640, 540), fa4=(640, 540), flex=(270, 230), efficient=(160, 120))
-_H200 = Roofline("H200", r"\bH200$", 4.3e12, _HOPPER, _HOPPER_ATTENTION, rounding=1.15 / 4.3, exact=0.7)
+_HOPPER = _tera(bf16=690, fp16=690, tf32=350, fp32=50, fp8=1350)
+_HOPPER_ATTENTION = _attention(fa2=(245, 220), fa3=(525, 460), fa4=(495, 425), flex=(220, 195), efficient=(160, 120))
+_H200 = Roofline("H200", r"\bH200$", 4.3e12, _HOPPER, _HOPPER_ATTENTION, exact=0.87)
 _A100 = Roofline(
     "A100",
     r"\bA100(-SXM4-| )80GB$",
@@ -129,7 +134,7 @@ _B200_ATTENTION = {**_HOPPER_ATTENTION, **_attention(fa4=(1450, 1220))}
 ROOFLINES: tuple[Roofline, ...] = (
     Roofline("B200", r"\bB200$", 7.0e12, _tera(bf16=1570, fp16=1570, tf32=790, fp32=55, fp8=3000), _B200_ATTENTION),
     _H200,
-    replace(_H200, name="H100", pattern=r"\bH100( 80GB HBM3)?$", bandwidth=3.0e12, rounding=1.15 / 3.0),
+    replace(_H200, name="H100", pattern=r"\bH100( 80GB HBM3)?$", bandwidth=3.0e12, rounding=0.92, gated=0.82),
     _A100,
     replace(_A100, name="A100 40GB", pattern=r"\bA100(-SXM4-| )40GB$", bandwidth=1.33e12),
     _like(_A100, "A10", r"\bA10$", bandwidth=0.53, scan=3.0, bf16=62, fp16=62, tf32=31, fp32=15),

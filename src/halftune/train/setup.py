@@ -210,7 +210,7 @@ def place_model(
     if left := not_loaded_by_peft(model):
         what = "peft alone would not load %d tensors of this adapter (%s …), which it renames: use `halftune export`"
         log.warning(what, len(left), left[0])
-    use_float8(model, plan, emulate=accelerator.device.type != "cuda")
+    use_float8(model, plan, emulate=accelerator.device.type != "cuda", device=accelerator.device)
     seed_everything(config.training.seed + accelerator.process_index)  # every process its own dropout
     strategy = make_strategy(accelerator, plan)
     strategy.place(model, lazy)

@@ -38,7 +38,8 @@ def _small(module: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {id(code): code for code in sys.modules.values()}  # some hooks hold a Python module
     for parameter in [*module.parameters(), *module.buffers()]:
         shape = [size if size == 1 else max(2, size // _SHRINK) for size in parameter.shape]
-        real = torch.randn(shape, dtype=torch.float32).to(parameter.dtype)
+        scale = shape[-1] ** -0.5 if len(shape) > 1 else 1.0  # sums of products stay in the range of fp16
+        real = (scale * torch.randn(shape, dtype=torch.float32)).to(parameter.dtype)
         kept = nn.Parameter(real, requires_grad=parameter.requires_grad)
         memo[id(parameter)] = kept if isinstance(parameter, nn.Parameter) else real
     return copy.deepcopy(module, memo)

@@ -16,7 +16,7 @@ from halftune.hardware.roofline import HOST_CALL, HOST_LAUNCH, HOST_SYNC, Roofli
 
 OUTSIDE = "outside the model"  # its key among modules
 _NUMBERS = re.compile(r"\.\d+(?=\.|$)")
-_ROUNDING = re.compile(r"float8_rows|quantise_row")
+_ROUNDING, _GATED = re.compile(r"float8_rows|quantise_row"), re.compile(r"adapted_(activation|forward|backward)")
 _WORK: dict[torch.dtype, Work] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
 
 
@@ -78,7 +78,8 @@ def seconds_of(launch: Launch, roofline: Roofline, *, tf32: bool) -> float:
     else:
         rate = roofline.products(work or ("tf32" if tf32 else "fp32"))
         rate *= roofline.exact if cost.exact else 1.0
-    share = roofline.rounding if _ROUNDING.search(launch.op) else 1.0
+    share = roofline.gated if _GATED.search(launch.op) else 1.0
+    share = roofline.rounding if _ROUNDING.search(launch.op) else share
     flops = 0.0 if cost.hopper else cost.flops
     found = roofline.seconds(moved=cost.read + cost.written, flops=flops, rate=rate, share=share)
     return max(found, cost.launches * roofline.kernel, cost.hopper * roofline.scan)

@@ -20,12 +20,13 @@ class Float8Linear(nn.Module):
 
     Args:
         layer: whose weight is rounded; its bias is kept.
+        device: where it is rounded and stays; None for where it is.
     """
 
-    def __init__(self, layer: nn.Linear) -> None:
+    def __init__(self, layer: nn.Linear, device: torch.device | None = None) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        values, scales = quantised(layer.weight)
+        values, scales = quantised(layer.weight.to(device))
         self.register_buffer("values", values, persistent=False)
         self.register_buffer("scales", scales, persistent=False)
         self.bias = layer.bias
@@ -48,10 +49,11 @@ class Float8Linear(nn.Module):
         return float8_linear(x, self.float8, None if self.bias is None else self.bias.detach().to(x.dtype))
 
 
-def round_to_float8(model: nn.Module, plan: Plan) -> int:
+def round_to_float8(model: nn.Module, plan: Plan, device: torch.device | None = None) -> int:
     """Round the frozen weights of layers with a LoRA adapter, where the plan says so; returns their number.
 
-    Layers whose sizes are not multiples of 16 keep their weights, and the log says so.
+    Layers whose sizes are not multiples of 16 keep their weights, and the log says so. A CPU takes longer to round a
+    model of 7 B weights than to read it, so each weight is rounded on ``device``.
     """
     if plan.precision.linear is None:
         return 0
@@ -59,7 +61,7 @@ def round_to_float8(model: nn.Module, plan: Plan) -> int:
     plain = [layer for layer in layers if type(layer.base_layer) is nn.Linear]
     chosen = [layer for layer in plain if fits(layer.base_layer.weight.shape)]
     for layer in chosen:
-        layer.base_layer = Float8Linear(layer.base_layer)
+        layer.base_layer = Float8Linear(layer.base_layer, device)
     names = [name for name, _ in model.named_buffers() if name.endswith(("base_layer.values", "base_layer.scales"))]
     ignored: Any = model  # DDP would send the weights, which all processes have read, and NCCL may know no float8
     ignored._ddp_params_and_buffers_to_ignore = names

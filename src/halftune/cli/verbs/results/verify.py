@@ -86,7 +86,8 @@ def _compared(reference: Reference, args: argparse.Namespace) -> Report:
     from halftune.verify.report import compare
 
     against, weights, skipped = args.against, [], ""
-    own = next((one for one in (reference.folder, Path(reference.base)) if takes_media(one)), None)
+    base = Path(reference.base) if reference.base else reference.folder
+    own = next((one for one in (reference.folder, base) if takes_media(one)), None)
     target: Target
     if against.startswith(("http://", "https://")):
         from halftune.verify.targets.server import ServerTarget
