@@ -431,7 +431,6 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path, capsys: pytest.Capt
     ("machine", "keys", "code"),
     [
         ("mi300x", {}, "bench.no_roofline"),
-        ("h200", {"method": {"type": "kto"}}, "bench.paper_unsupported"),
         ("h200", {"method": {"type": "dpo", "reference": "precomputed"}}, "bench.paper_unsupported"),
         ("h200", {"attention": "flex", "data": PADDED}, "bench.paper_unsupported"),
         ("h200", {"training": {"output_dir": "run", "torch_compile": True}}, "bench.paper_unsupported"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_paper import ATTENTION, BF16, GEMM, PADDED, T, empty, recipe, recorded
+from test_paper import ATTENTION, BF16, GEMM, GROUPS, HEADS, LAYERS, PADDED, D, H, M, T, empty, recipe, recorded
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from halftune.bench.paper import micro_batches
 from halftune.bench.paper.costs import Cost
 from halftune.bench.paper.fake_cuda import CUDA, fake_cuda
+from halftune.bench.paper.kinds import HEAD
 from halftune.bench.paper.peers import record_peer
 from halftune.bench.paper.recorder import Launch, Recorder
 from halftune.bench.paper.step import record_step
@@ -181,3 +183,46 @@ def test_time_and_a_layers_numbers_do_not_grow_with_accumulation(tmp_path: Path)
     assert many.launches_per_layer == one.launches_per_layer > 0
     assert many.time.layer_kinds[ATTENTION].seconds == pytest.approx(one.time.layer_kinds[ATTENTION].seconds)
     assert many.time.kinds[ATTENTION].flops == 8 * one.time.kinds[ATTENTION].flops
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["nested", "single"])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+def test_weights_of_4_bits_are_unpacked_at_each_use(tmp_path: Path, *, single: bool, fused: bool) -> None:
+    pytest.importorskip("bitsandbytes")
+    training = {"output_dir": "run", "per_device_train_batch_size": 1, "fused_layers": fused}
+    found = {}
+    for name in ("plain", "packed"):
+        folder = tmp_path / name
+        model = {"name_or_path": str(folder)}
+        if name == "packed":
+            model["quantization"] = "nf4_single" if single else "nf4"
+        found[name] = recorded(recipe(folder, "llama", model=model, training=training)).recorded
+    plain, packed = found["plain"], found["packed"]
+    assert packed.fused == plain.fused
+    for kind in (GEMM, ATTENTION, HEAD):
+        first, second = (sum(x.cost.flops for x in one.launches if x.kind == kind) for one in (plain, packed))
+        assert first == second > 0
+    uses = [one for one in packed.launches if one.op == "bitsandbytes::dequantize_4bit"]
+    products = [one for one in packed.launches if one.op == "bitsandbytes::gemm_4bit"]
+    # query, key and value of the first layer have no input to differentiate for
+    linear = 7 * LAYERS
+    assert (len(uses), len(products)) == ((2 * linear - 3, 0) if fused else (linear - 3, linear))
+    down = [one.cost for one in uses if one.cost.written == 2 * H * M]
+    assert down
+    scales = 4 * H * M // 64
+    assert {one.read for one in down} == {H * M // 2 + scales}
+    saved = sum(weight * 2 for weight in (H * HEADS * D * 2, 2 * H * GROUPS * D, 3 * H * M)) * LAYERS
+    assert 0.4 * saved < plain.peak - packed.peak < 0.75 * saved
+
+
+def test_an_answer_of_kto_costs_a_step_and_a_mismatched_one_a_forward_pass(tmp_path: Path) -> None:
+    data = tmp_path / "rated.jsonl"
+    data.write_text(json.dumps({"prompt": "a", "completion": "b", "label": True}) + "\n")
+    keys = {"data": {"train": str(data), "max_length": T, "packing": True}, "method": {"type": "kto"}}
+    training = {"output_dir": "run", "per_device_train_batch_size": 1, "fused_layers": False}
+    found = recorded(recipe(tmp_path, "llama", **keys, training=training)).recorded
+    up = [one.cost for one in found.launches if one.kind == GEMM and one.module.endswith("up_proj")]
+    tokens = found.tokens // 2
+    once = 2 * tokens * H * M
+    # of the reference both halves; of the model mismatched answers, then answers and their gradient
+    assert sorted(cost.flops for cost in up) == sorted([2 * once, once, once, once] * LAYERS)

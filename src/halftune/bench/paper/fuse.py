@@ -42,4 +42,16 @@ def _small(module: nn.Module) -> nn.Module:
         real = (scale * torch.randn(shape, dtype=torch.float32)).to(parameter.dtype)
         kept = nn.Parameter(real, requires_grad=parameter.requires_grad)
         memo[id(parameter)] = kept if isinstance(parameter, nn.Parameter) else real
+    for layer in module.modules():
+        if type(layer).__name__ == "Linear4bit" and isinstance(layer, nn.Linear):  # as a plain layer: the same is fused
+            memo[id(layer)] = _plain(layer, memo)
     return copy.deepcopy(module, memo)
+
+
+def _plain(layer: nn.Linear, memo: dict[int, Any]) -> nn.Linear:
+    """A small frozen layer in place of a packed one."""
+    sizes = (max(2, size // _SHRINK) for size in (layer.in_features, layer.out_features))
+    dtype = layer.compute_dtype  # pyright: ignore[reportAttributeAccessIssue]
+    made = nn.Linear(*sizes, bias=False, dtype=dtype).requires_grad_(False)  # pyright: ignore[reportArgumentType]
+    made.bias = None if layer.bias is None else memo[id(layer.bias)]
+    return made.train(layer.training)

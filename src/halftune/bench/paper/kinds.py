@@ -25,7 +25,7 @@ _AROUND = (
 )
 # Operators of halftune and other packages.
 _CUSTOM = (
-    (re.compile(r"float8"), COPIES),
+    (re.compile(r"float8|::dequantize"), COPIES),
     (re.compile(r"attention|varlen|flash"), ATTENTION),
     (re.compile(r"norm"), NORM),
     (re.compile(r"rope|rotary"), ROPE),

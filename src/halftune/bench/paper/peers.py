@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from halftune.bench.paper.fake_cuda import CUDA, fake_cuda, move
 from halftune.bench.paper.micro_batches import MicroBatches
 from halftune.bench.paper.recorder import Recorder
-from halftune.bench.paper.step import Recorded, check_supported, ranks
+from halftune.bench.paper.step import Recorded, built_on_paper, check_supported, ranks
 from halftune.config.run import RunConfig
 from halftune.config.sections.model import LoraAdapter
 from halftune.core.errors import PlanError
@@ -27,7 +27,7 @@ from halftune.hardware import Device
 from halftune.model.attention.register import registered_attention
 from halftune.model.fused import Form, FusedNorm, norm_forms
 from halftune.model.load.load import recompute_activations
-from halftune.model.meta.model import build, prepare, read_config
+from halftune.model.meta.model import prepare
 from halftune.plan import Plan
 from halftune.precision.dtypes import autocast
 
@@ -124,7 +124,7 @@ def record_peer(name: str, config: RunConfig, plan: Plan, device: Device, *, sam
             raise PlanError(what, where="--sample-length", remedy=remedy, code="bench.paper_unsupported")
     shape = (plan.batch.accumulation, rows, length)
     with torch.random.fork_rng(devices=[]), fake_cuda(recorder, device) as mode, registered_attention(plan):
-        built = build(read_config(config.model), config.model, plan, "sdpa")
+        built = built_on_paper(config, plan, "sdpa")
         if plan.batch.gradient_checkpointing.value:
             recompute_activations(built)
         model = PEERS[name](config, plan, built, mode, recorder)

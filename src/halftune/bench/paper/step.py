@@ -19,12 +19,14 @@ from halftune.config.run import RunConfig
 from halftune.config.sections.model import LoraAdapter
 from halftune.core.errors import PlanError
 from halftune.data.batch import LABEL_POSITIONS, WEIGHT, Batch, collate
+from halftune.data.encode.groups import LABEL
 from halftune.data.store import NO_LABEL, Example, Segment
 from halftune.hardware import Device
 from halftune.methods import make_method
 from halftune.model.attention.register import registered_attention
 from halftune.model.load.load import recompute_activations
 from halftune.model.meta.model import build, prepare, read_config
+from halftune.model.meta.packed_weights import FORMATS, pack_linear_layers
 from halftune.optim import make_optimizer
 from halftune.plan import Plan
 from halftune.train.checkpoint.run_inputs import UNCHANGED
@@ -35,7 +37,7 @@ from halftune.train.schedule import make_schedule
 from halftune.train.state import TrainState
 
 _STEPS = 100  # of the schedule
-_METHODS = ("sft", "pretrain", "dpo", "simpo", "orpo", "cpo")
+_METHODS = ("sft", "pretrain", "dpo", "simpo", "orpo", "cpo", "kto")
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def check_supported(config: RunConfig, plan: Plan, device: Device) -> None:
     refused = {
         f"{device.kind} devices": device.kind != "cuda",
         f"method: {config.method.type}": config.method.type not in _METHODS,
-        "frozen weights that are quantised": plan.weights.format.value not in (None, "none"),
+        f"frozen weights in {plan.weights.format.value}": not _known_format(plan),
         "a reference computed before training": plan.method.reference.value == "precomputed",
         "images and audio": bool(config.data.media),
         "flex attention over padded rows": plan.attention.softmax.value == "flex" and not plan.batch.packing.value,
@@ -111,6 +113,13 @@ def check_supported(config: RunConfig, plan: Plan, device: Device) -> None:
     for what, found in refused.items():
         if found:
             raise PlanError(f"bench --paper does not support {what}", code="bench.paper_unsupported")
+
+
+def _known_format(plan: Plan) -> bool:
+    """Whether frozen weights are plain, or packed on load into 4 bits; experts that are packed have no step here."""
+    if plan.weights.experts:
+        return False
+    return plan.weights.format.value in (None, "none") or plan.weights.format.value in FORMATS
 
 
 def _start(run: TrainState, recorder: Recorder, batches: list[Batch]) -> StartedStep:
@@ -127,8 +136,16 @@ def ranks(config: RunConfig) -> frozenset[int]:
     return frozenset([*(adapter.rank * many for many in (1, 2, 3)), *padded])
 
 
-def _model(config: RunConfig, plan: Plan, attention: str, mode: Any) -> Any:
+def built_on_paper(config: RunConfig, plan: Plan, attention: str) -> Any:
+    """The model with its linear layers as the plan keeps them, on fake tensors."""
     built = build(read_config(config.model), config.model, plan, attention)
+    if plan.weights.format.value in FORMATS:
+        pack_linear_layers(built, plan, CUDA)
+    return built
+
+
+def _model(config: RunConfig, plan: Plan, attention: str, mode: Any) -> Any:
+    built = built_on_paper(config, plan, attention)
     if plan.attention.linear.value != "none":
         from halftune.model.attention.linear import route_linear_layers  # imports the operators
 
@@ -194,5 +211,7 @@ def micro_batch(run: TrainState, length: int) -> Batch:
     fed = made.tokens["input_ids"].numel()
     extras = {**made.extras, LABEL_POSITIONS: positions}
     columns = {WEIGHT: weights}
+    if run.config.method.type == "kto":  # good and bad answers cost the same
+        columns |= {LABEL.format(index): torch.ones(len(examples)) for index in range(many)}
     counts = {"weight": float(weights.sum()), "fed": fed, "real": sum(lengths), "trained": labelled}
     return replace(made, extras=extras, columns=columns, **counts)
