@@ -25,15 +25,24 @@ from halftune.hardware.roofline import roofline_of
 
 PLAIN, FUSED, FP8 = "transformers' layers", "fused layers", "fused, `linear: fp8`"
 FA4, FA4_FP8 = "fused, FlashAttention-4", "fused, FlashAttention-4, `linear: fp8`"
-PEFT = "transformers with peft, SDPA"
+PEFT, NF4 = "transformers with peft, SDPA", "fused, `quantization: nf4`"
 WAYS: dict[str, dict[str, Any]] = {
     PLAIN: {"training": {"fused_layers": False}},
     FUSED: {},
     FP8: {"precision": {"compute": "bf16", "linear": "fp8"}},
     FA4_FP8: {"precision": {"compute": "bf16", "linear": "fp8"}},
+    NF4: {"model": {"quantization": "nf4"}},
 }
 HOPPER, BF16 = ("h200", "h100"), ("h200", "h100", "a100", "rtx4090")  # whose plans are alike but for FA4 and float8
-WHERE = {PLAIN: BF16, FUSED: BF16, PEFT: BF16, FA4: HOPPER, FA4_FP8: HOPPER, FP8: ("h200", "h100", "rtx4090")}
+WHERE = {
+    PLAIN: BF16,
+    FUSED: BF16,
+    PEFT: BF16,
+    NF4: BF16,
+    FA4: HOPPER,
+    FA4_FP8: HOPPER,
+    FP8: ("h200", "h100", "rtx4090"),
+}
 OFF = 0.94  # the correction with which the goals were set
 
 
@@ -46,7 +55,7 @@ class Model:
     keys: dict[str, dict[str, Any]] = field(default_factory=dict)
     machines: tuple[str, ...] = BF16
     old: tuple[str, ...] = ()  # machines without bf16
-    ways: tuple[str, ...] = (PLAIN, FUSED, FA4, FP8, FA4_FP8)
+    ways: tuple[str, ...] = (PLAIN, FUSED, FA4, FP8, FA4_FP8, NF4)
     detail: bool = False
     note: str = ""
 
@@ -196,7 +205,7 @@ Made by `python scripts/bench/gpu_on_paper.py`.
 
 The columns after the speeds are those of the first machine. GiB: all tensors at their most, without what libraries and
 the allocator need. Padded rows wait once more for each micro-batch and kind of mask. An RTX 4090 and a T4 lack the
-memory for these models: their columns compare speeds. A T4 computes in fp16, with torch's own attention."""
+memory for these steps: their columns compare speeds. A T4 computes in fp16, with torch's own attention."""
 ERROR = """
 ## What is known of the error
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from halftune.data.store import NO_LABEL
 from halftune.model.policy import logprobs, policy
 from halftune.model.policy.head import HeadRows
 from halftune.model.policy.policy import PolicyModel
+from halftune_kernels.library import everywhere
 
 
 def adapted(*more: str, like: str = "qwen2", **changes: Any) -> Any:
@@ -62,8 +64,16 @@ def same(found: torch.Tensor, wanted: torch.Tensor, model: Any) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
 
 
+@pytest.fixture
+def as_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    with everywhere() if request.param else nullcontext():
+        yield
+
+
+@pytest.mark.parametrize("as_gpu", [False, True], indirect=True, ids=["cpu", "gpu"])
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.usefixtures("as_gpu")
 def test_as_full_logits_in_fp64(kind: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "rows_at_a_time", lambda *_: 4)
     monkeypatch.setattr(logprobs, "_KEPT_BYTES", rows % 3)  # none
@@ -71,6 +81,9 @@ def test_as_full_logits_in_fp64(kind: str, rows: int, monkeypatch: pytest.Monkey
     tokens, sequences = reference(model, batch)
     same(PolicyModel(model).token_logprobs(of(batch)), tokens, model)
     same(PolicyModel(model).sequence_logprobs(of(batch)), sequences, model)
+    with torch.no_grad():
+        alone = PolicyModel(model).token_logprobs(of(batch))
+    torch.testing.assert_close(alone, tokens.detach(), rtol=1e-12, atol=1e-12)
     values, entropies = PolicyModel(model).token_logprobs_and_entropies(of(batch), temperature=0.7)
     same(values, reference(model, batch, 0.7)[0], model)
     with torch.no_grad():
@@ -79,6 +92,24 @@ def test_as_full_logits_in_fp64(kind: str, rows: int, monkeypatch: pytest.Monkey
     wanted = -(chances.exp() * chances).sum(-1)[batch["labels"][:, 1:] != NO_LABEL]
     torch.testing.assert_close(entropies, wanted, rtol=1e-12, atol=1e-12)
     assert not entropies.requires_grad
+
+
+@pytest.mark.parametrize(("kind", "over"), [("frozen", True), ("frozen, tied", True), ("frozen, capped", False),
+                                            ("frozen, scaled", False), ("adapted", False)])  # fmt: skip
+def test_gpus_write_the_gradient_over_the_logits_of_a_plain_frozen_head(
+    kind: str, over: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[bool] = []
+    losses = logprobs._losses
+    monkeypatch.setattr(logprobs, "_losses", lambda *a, wanted: written.append(wanted) or losses(*a, wanted=wanted))
+    model, batch = MODELS[kind](), of(a_batch())
+    with everywhere():
+        PolicyModel(model).token_logprobs(batch)
+        PolicyModel(model).token_logprobs(batch, temperature=0.7)
+        assert written == [True] * over
+        with torch.no_grad():
+            PolicyModel(model).token_logprobs(batch)
+    assert written == [*[True] * over, False]
 
 
 class Products(TorchDispatchMode):

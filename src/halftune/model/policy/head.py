@@ -129,6 +129,7 @@ class HeadRows:
         targets: int64 ``[N]``.
         places: int64 ``[K]``: indices of the labels in the batch; K is N, or 0 where one row stands for none.
         frozen: nothing between rows and logits is trained, and each row gives its own logits only.
+        plain: the logits are a product that nothing else needs: they may be overwritten.
     """
 
     rows: torch.Tensor
@@ -137,6 +138,7 @@ class HeadRows:
     targets: torch.Tensor
     places: torch.Tensor
     frozen: bool = False
+    plain: bool = False
 
 
 # Bytes of a chunk's fp32 logits, and minimum rows: reading the head once per chunk must stay cheap.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from halftune.model.policy.cross_entropy import cross_entropy_rows, scratch_rows
-from halftune.model.policy.head import HeadRows
+from halftune.model.policy.head import Head, HeadRows
+from halftune_kernels.library import opaque
 
 _KEPT_BYTES = 64 << 20  # fp32 logits of a batch that are kept for the backward pass; more are computed again
 
@@ -18,8 +20,9 @@ _KEPT_BYTES = 64 << 20  # fp32 logits of a batch that are kept for the backward 
 def logprobs(own: HeadRows, temperature: float, chunk: int, *, entropies_of: int | None = None) -> torch.Tensor:
     """``log softmax(head(rows) / temperature)[target]`` of each row, in fp32 (fp64 for fp64).
 
-    Behind a frozen head, the gradient of each row is computed with its value, from the same logits. Otherwise logits
-    are kept where they are few, or computed again in the backward pass.
+    Behind a frozen head, the gradient of each row is computed with its value, from the same logits; on GPUs in one
+    pass, over the logits of a plain head. Otherwise logits are kept where they are few, or computed again in the
+    backward pass.
 
     Args:
         own: N rows, N > 0.
@@ -32,8 +35,13 @@ def logprobs(own: HeadRows, temperature: float, chunk: int, *, entropies_of: int
         ``[1, N]``; with entropies, which have no graph, ``[2, N]``.
     """
 
+    one_pass = opaque(own.rows) and temperature == 1.0 and entropies_of is None
+    recorded = own.rows.requires_grad and torch.is_grad_enabled()
+
     def some(part: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         logits = own.head(part)
+        if one_pass and not torch.is_grad_enabled():
+            return -_losses(logits, target, 1.0, wanted=False)[None]
         if temperature != 1.0:
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
         # one tensor of [chunk, V] at a time: where freed memory is kept, two leave holes that the next ones do not fit
@@ -44,12 +52,42 @@ def logprobs(own: HeadRows, temperature: float, chunk: int, *, entropies_of: int
         few = likeliest_entropy(logits.detach(), entropies_of) if entropies_of else _entropies(logits, target, found)
         return torch.stack([found, few])
 
-    if own.frozen and own.rows.requires_grad and torch.is_grad_enabled() and not _in_fp16(own.rows):
-        return _WithSlopes.apply(own.rows, own.targets, some, chunk)  # type: ignore[return-value]
+    if own.frozen and recorded and not _in_fp16(own.rows):
+        both = partial(_slopes_over_logits, own.head) if one_pass and own.plain else partial(_slopes, some)
+        return _WithSlopes.apply(own.rows, own.targets, both, chunk)  # type: ignore[return-value]
     parts = zip(own.rows.split(chunk), own.targets.split(chunk), strict=True)
     if 4 * len(own.rows) * own.vocabulary <= _KEPT_BYTES:
         return torch.cat([some(*part) for part in parts], dim=1)
     return torch.cat([checkpoint(some, *part, use_reentrant=False) for part in parts], dim=1)
+
+
+def _losses(logits: torch.Tensor, targets: torch.Tensor, scale: float, *, wanted: bool) -> torch.Tensor:
+    """Cross-entropy of each row in one pass; if ``wanted``, the logits become ``scale`` times its gradient."""
+    from halftune_kernels.ops.linear_cross_entropy.operators import LOSSES  # for GPUs and graphs
+
+    return LOSSES(logits, targets, scale, 0.0, wanted, None)
+
+
+def _slopes(
+    some: Callable[..., torch.Tensor], part: torch.Tensor, target: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values, and the derivative of their first row by ``part``."""
+    with torch.enable_grad():
+        inputs = part.detach().requires_grad_()
+        values = some(inputs, target)
+        (slopes,) = torch.autograd.grad(values[0].sum(), inputs)
+    return values.detach(), slopes
+
+
+def _slopes_over_logits(head: Head, part: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in one pass over the logits of a plain head, which become their gradient."""
+    with torch.enable_grad():
+        inputs = part.detach().requires_grad_()
+        logits = head(inputs)
+    gradient = logits.detach()
+    values = -_losses(gradient, target, -1.0, wanted=True)
+    (slopes,) = torch.autograd.grad(logits, inputs, gradient)
+    return values[None], slopes
 
 
 class _WithSlopes(torch.autograd.Function):
@@ -57,16 +95,13 @@ class _WithSlopes(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, targets: torch.Tensor, some: Callable[..., torch.Tensor], chunk: int
+        ctx: Any, rows: torch.Tensor, targets: torch.Tensor, both: Callable[..., Any], chunk: int
     ) -> torch.Tensor:
         slopes, found = torch.empty_like(rows), []
         for start in range(0, len(rows), chunk):
             part = slice(start, start + chunk)
-            with torch.enable_grad():
-                inputs = rows[part].detach().requires_grad_()
-                values = some(inputs, targets[part])
-                (slopes[part],) = torch.autograd.grad(values[0].sum(), inputs)
-            found.append(values.detach())
+            values, slopes[part] = both(rows[part], targets[part])
+            found.append(values)
         ctx.save_for_backward(slopes)
         return torch.cat(found, dim=1)
 

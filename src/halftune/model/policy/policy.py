@@ -37,6 +37,7 @@ from halftune.model.policy.head import (
     rows_at_a_time,
 )
 from halftune.model.policy.logprobs import logprobs
+from halftune_kernels.library import opaque
 from halftune_kernels.ops.linear_cross_entropy import linear_cross_entropy_sum
 
 
@@ -144,9 +145,9 @@ class PolicyModel:
         places = labels.places()
         # without labels, compute and drop one, so that every weight is in the graph
         used = places if places.numel() else places.new_zeros(1)
-        rows, head, vocabulary, frozen = self._head_rows(batch, labels.positions)
+        rows, head, vocabulary, *kind = self._head_rows(batch, labels.positions)
         targets = labels.targets.flatten()[used].clamp(min=0)
-        return HeadRows(rows.flatten(0, 1)[used], head, vocabulary, targets, places, frozen)
+        return HeadRows(rows.flatten(0, 1)[used], head, vocabulary, targets, places, *kind)
 
     def divergences(self, batch: Batch, teacher: HeadRows, beta: float, temperature: float) -> torch.Tensor:
         """Divergence from a teacher and cross-entropy of the K labels: fp32 ``[2, K]`` (fp64 for an fp64 model).
@@ -211,8 +212,10 @@ class PolicyModel:
         found = logprobs(own, temperature, chunk, entropies_of=entropies_of)
         return found[:, : own.places.numel()], own.places
 
-    def _head_rows(self, batch: Batch, positions: torch.Tensor) -> tuple[torch.Tensor, Head, int, bool]:
-        """The head's input at P positions ``[B, P, H]``, the head, V, whether it is frozen; or logits and identity."""
+    def _head_rows(self, batch: Batch, positions: torch.Tensor) -> tuple[torch.Tensor, Head, int, bool, bool]:
+        """The head's input at P positions ``[B, P, H]``, the head, V, whether it is frozen and plain; or logits and
+        identity.
+        """
         whole = _unwrap_ddp(self.model)
         base, inputs = _base(whole), batch.inputs
         if (
@@ -226,11 +229,12 @@ class PolicyModel:
                 rows = seen[-1].last_hidden_state[:, positions]
                 # keep the model's output in the graph: FSDP2 starts its backward hooks from its gradient
                 rows = rows + logits[..., :0].sum().to(rows.dtype)
-                return rows, partial(logits_of, base, body, seen[-1]), logits.shape[-1], is_frozen(base, body)
+                frozen, plain = is_frozen(base, body), opaque(rows) and plain_head(base, inputs) is not None
+                return rows, partial(logits_of, base, body, seen[-1]), logits.shape[-1], frozen, plain
         chosen = self._selection(positions)
         logits = self._forward(inputs | chosen).logits
         logits = logits if chosen else logits[:, positions]
-        return logits, lambda rows: rows, logits.shape[-1], False
+        return logits, lambda rows: rows, logits.shape[-1], False, False
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
