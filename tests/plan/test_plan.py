@@ -213,6 +213,15 @@ def test_float8_training_is_slow_unless_it_is_compiled() -> None:
     assert not warned("lora")
 
 
+def test_frozen_weights_in_float8_are_small() -> None:
+    half, eighth = (
+        planned("h200", qwen(), precision={"compute": "bf16", "linear": linear}).memory.weights
+        for linear in ("auto", "fp8")
+    )
+    layers = 24 * (2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864)
+    assert half - eighth == layers
+
+
 def test_positions_beyond_the_models_are_mentioned() -> None:
     assert "32,768 positions" in planned("h200", data={"max_length": 40000}).warnings[0]
 

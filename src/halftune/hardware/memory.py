@@ -66,11 +66,13 @@ class Workload:
         accumulation: forward passes per step; above 1, gradients and activations exist at the same time.
         attention: the softmax backend.
         checkpointing: whether activations are recomputed.
+        float8: number of frozen weights in float8.
         adapted_inputs: sum of the input widths of all adapted layers, if dropout copies them.
         dora_outputs: sum of the output widths of all adapted layers, if DoRA scales them.
         experts: weights of fused experts that are computed in each pass, from quantised ones or as W + B·A.
         packed: whether rows are packed.
-        fused: whether the gated feed-forward block saves only its two inner products (frozen weights, no dropout).
+        fused: whether layers are fused (frozen weights, no dropout): the gated feed-forward block saves only its two
+            inner products, and on CUDA a norm its input as it is.
         linear: backend of linear-attention layers: ``halftune | fla | torch | none``.
         scan_kept: bytes that each such layer saves for backward besides its inputs.
         scan_workspace: bytes that its backward pass allocates.
@@ -99,6 +101,7 @@ class Workload:
     accumulation: int
     attention: str
     checkpointing: bool
+    float8: int = 0
     adapted_inputs: int = 0
     dora_outputs: int = 0
     experts: int = 0
@@ -153,6 +156,7 @@ def estimate(work: Workload, facts: ModelFacts) -> Estimate:
     DDP replicas keep their gradients, which are views of the all-reduce buckets.
     """
     weights = weight_bytes(facts, facts.quantization, work.storage) + work.adapter * work.trainable
+    weights -= work.float8 * (work.storage - 1)
     if work.full:  # those that are trained may be wider than the frozen ones
         weights += work.trained * (work.trainable - work.storage)
     gradients = work.trained * work.trainable
@@ -269,13 +273,14 @@ def _casts(work: Workload, facts: ModelFacts) -> int:
 
 
 def _norms(work: Workload, facts: ModelFacts) -> float:
-    """Bytes per token: the fp32 input of each norm, and its output if a trained weight needs it."""
+    """Bytes per token: each norm's input, in fp32 unless it is fused on CUDA, and its output."""
     count = sum(
         1
         for t in facts.likely_tensors
         if t.layers and t.shape == (facts.hidden_size,) and t.name.endswith("norm.weight")
     )
-    per_norm = 4 + work.compute + (work.compute if work.full else 0)
+    held = work.compute if work.fused and work.kind == "cuda" else 4
+    per_norm = held + work.compute + (work.compute if work.full else 0)
     return max(count, 1) * facts.hidden_size * per_norm
 
 

@@ -118,6 +118,7 @@ def workload(
         linear=attention.linear.value if facts.linear_layers else "torch",
         scan_kept=scan_kept,
         scan_workspace=scan_workspace,
+        float8=adapted.wrapped if precision.linear is not None else 0,
         adapted_inputs=sum(width * count for width, count in adapted.inputs) if dropout > 0 else 0,
     )
 

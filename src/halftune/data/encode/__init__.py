@@ -2,5 +2,5 @@
 
 In: rows, a tokenizer, `Settings`.
 Out: `Outcome`s: examples, or why a row was dropped.
-Imported by: `data.pipeline`, `data.stream`, `evaluate`, `methods`, `verify`.
+Imported by: `bench`, `data.pipeline`, `data.stream`, `evaluate`, `methods`, `verify`.
 """

@@ -39,6 +39,7 @@ class Adapted:
         inputs: (input width, number of modules) of every wrapped linear layer.
         dora_outputs: output widths of all wrapped layers, summed, where DoRA scales them; else 0.
         summed: weights of fused experts whose W + B·A is computed in each pass.
+        wrapped: base weights of all wrapped linear layers whose sizes float8 products take.
     """
 
     count: Choice[int]
@@ -48,6 +49,7 @@ class Adapted:
     inputs: tuple[tuple[int, int], ...] = ()
     dora_outputs: int = 0
     summed: int = 0
+    wrapped: int = 0
 
     def state_bytes(self, optimizer: OptimizerSpec, width: int) -> int:
         """Return the bytes of optimizer state of all trained weights; where their shapes are estimated, by the count.
@@ -113,7 +115,9 @@ def count_trainable(facts: ModelFacts, adapter: AdapterSection) -> Adapted:
     inputs = tuple((tensor.shape[-1], len(names)) for tensor, names in touched.items())
     dora = isinstance(adapter, LoraAdapter) and adapter.use_dora
     outputs = sum(tensor.shape[0] * len(names) for tensor, names in touched.items()) if dora else 0
-    return Adapted(Choice(low_rank + whole, reason), (*updates, *saved), low_rank, whole, inputs, outputs, summed)
+    fit = sum(tensor.size * len(names) for tensor, names in touched.items() if all(n % 16 == 0 for n in tensor.shape))
+    trained = (*updates, *saved)
+    return Adapted(Choice(low_rank + whole, reason), trained, low_rank, whole, inputs, outputs, summed, fit)
 
 
 def _updates(
