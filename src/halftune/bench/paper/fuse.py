@@ -52,6 +52,6 @@ def _plain(layer: nn.Linear, memo: dict[int, Any]) -> nn.Linear:
     """A small frozen layer in place of a packed one."""
     sizes = (max(2, size // _SHRINK) for size in (layer.in_features, layer.out_features))
     dtype = layer.compute_dtype  # pyright: ignore[reportAttributeAccessIssue]
-    made = nn.Linear(*sizes, bias=False, dtype=dtype).requires_grad_(False)  # pyright: ignore[reportArgumentType]
+    made: Any = nn.Linear(*sizes, bias=False, dtype=dtype).requires_grad_(False)  # pyright: ignore[reportArgumentType]
     made.bias = None if layer.bias is None else memo[id(layer.bias)]
     return made.train(layer.training)

@@ -36,9 +36,8 @@ def pack_linear_layers(model: PreTrainedModel, plan: Plan, device: torch.device)
     need(settings.package, why=f"model.quantization: {plan.weights.format.value}")
     compute = torch_dtype(plan.precision.compute.value)
     config = BitsAndBytesConfig(**{**settings.on_load, "bnb_4bit_compute_dtype": compute})
-    kept = Bnb4BitHfQuantizer(config, pre_quantized=False).get_modules_to_not_convert(
-        model, None, model._keep_in_fp32_modules
-    )
+    quantizer, in_fp32 = Bnb4BitHfQuantizer(config, pre_quantized=False), list(model._keep_in_fp32_modules or ())
+    kept = quantizer.get_modules_to_not_convert(model, None, in_fp32)
     layers = [(name, one) for name, one in model.named_modules() if type(one) is nn.Linear]
     chosen = [(name, one) for name, one in layers if should_convert_module(name, kept)]
     for name, layer in chosen:
@@ -49,7 +48,7 @@ def pack_linear_layers(model: PreTrainedModel, plan: Plan, device: torch.device)
 
 def _packed(layer: nn.Linear, compute: torch.dtype, device: torch.device, *, nested: bool) -> Any:
     from bitsandbytes.functional import QuantState  # few runs have 4-bit weights
-    from bitsandbytes.nn import Linear4bit
+    from bitsandbytes.nn.modules import Linear4bit
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
