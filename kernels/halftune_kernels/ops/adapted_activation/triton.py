@@ -12,14 +12,16 @@ import torch
 import triton
 import triton.language as tl
 
-from halftune_kernels.launch import Config, ceil_div, dot_precision, power_of_two, start
+from halftune_kernels.gate import SHARED_MEMORY
+from halftune_kernels.launch import Config, capability, ceil_div, dot_precision, power_of_two, start
 from halftune_kernels.ops.adapted_activation.call import Call
 from halftune_kernels.ops.gated_activation.triton import KINDS, act_and_slope
 
 _PROGRAMS = 1024  # at least, if there is as much to do
 # Rows and columns of a tile; of large ranks and fp32. On an H200, at the sizes of a 7B layer, the fastest of 138 cuts.
 _FORWARD, _BACKWARD, _SMALL = (64, 64), (32, 64), (32, 32)
-_WARPS, _STAGES = 4, 3
+_WARPS = 4
+_LARGE = 128 << 10  # bytes of shared memory; with less, three stages would leave room for one program at a time
 
 
 @triton.jit
@@ -139,7 +141,8 @@ def _how(call: Call, tile: tuple[int, int]) -> tuple[dict, Config]:
     rows, columns = tile if max(ranks) <= 32 and call.gate.element_size() == 2 else _SMALL
     found = {"C": call.gate.shape[1], "RG": ranks[0], "RU": ranks[1], "RD": ranks[2], "R": power_of_two(max(ranks))}
     found |= {"M": rows, "S": columns, "KIND": KINDS[call.activation], "PRECISION": dot_precision(call.gate.dtype)}
-    return found | {"STAGES": _STAGES}, Config(columns, _WARPS, _STAGES)
+    stages = 3 if SHARED_MEMORY.get(capability(call.gate.device), 0) > _LARGE else 2
+    return found | {"STAGES": stages}, Config(columns, _WARPS, stages)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
