@@ -35,6 +35,11 @@ from halftune_kernels import cases
 BOUNDS: dict[torch.dtype, float] = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3}
 DTYPES = tuple(BOUNDS)
 SIZES = (64, 128)
+# Further cases of kernels that read tiles ahead, with enough for loops: columns, and bounds of rows; a ragged last tile
+# of both, and of rows alone.
+LOOPS: dict[str, tuple[tuple[int, tuple[int, ...]], ...]] = {
+    "adapted_activation": ((2050, (0, 4100)), (2048, (0, 4100)))
+}
 _ENOUGH = 1e-6  # a reference this small has no relative error
 _AT_A_TIME = 8  # processes that check side by side: each compiles on one core and holds half a GiB of the GPU
 _LIMIT = 900.0  # seconds of one check, which compiles for up to two minutes on one core
@@ -157,9 +162,10 @@ def check(
     def verdict_of(passed: bool, detail: str, lasting: bool = True) -> Verdict:
         return Verdict(operator, backend, passed, detail, round(time.perf_counter() - start, 2), lasting)
 
-    for size, dtype in itertools.product(sizes, dtypes):
+    loops = LOOPS.get(operator, ()) if device.type == "cuda" else ()
+    for (size, bounds), dtype in itertools.product([*((size, cases.BOUNDS) for size in sizes), *loops], dtypes):
         try:
-            errors = _errors(operator, size, dtype, device, backend)
+            errors = _errors(operator, size, dtype, device, backend, bounds)
         except failures() as error:  # no shared memory, a compiler crash, an illegal access
             lasting = not isinstance(error, (torch.OutOfMemoryError, OSError, subprocess.SubprocessError))
             said = (str(error).splitlines() or [""])[0]
@@ -176,10 +182,15 @@ def check(
 
 
 def _errors(
-    operator: str, size: int, dtype: torch.dtype, device: torch.device, backend: str
+    operator: str,
+    size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: str,
+    bounds: tuple[int, ...] = cases.BOUNDS,
 ) -> dict[str, tuple[float, bool]]:
     """Relative error of each result, and whether two calls give the same; not asked of numbers that are not finite."""
-    case = cases.rounded(cases.case(operator, size), dtype)
+    case = cases.rounded(cases.case(operator, size, bounds), dtype)
     truth = case.call(torch.float64, torch.device("cpu"), "reference")
     first, second = (case.call(dtype, device, backend) for _ in range(2))
     same = {name: torch.equal(value, second[name]) or not bool(value.isfinite().all()) for name, value in first.items()}

@@ -19,7 +19,7 @@ from compile_check import compile_case
 from halftune_kernels.cases import case
 from halftune_kernels.ops.adapted_activation import most_ranks
 
-GPUS = (80, 89, 90, 100)
+GPUS = (80, 89, 90, 100, 120)
 LOOPS = ("rms_norm", "adapted_activation")  # over tiles, with enough rows; read ahead, and need more registers
 # operator, size of its case, heads of keys and queries, what it stands for
 WIDTHS: tuple[tuple[str, int, tuple[int, int] | None, str], ...] = (
@@ -28,6 +28,7 @@ WIDTHS: tuple[tuple[str, int, tuple[int, int] | None, str], ...] = (
     ("rms_norm", 8192, None, "8,192"),
     ("gated_activation", 1024, None, "from 1,024"),
     ("adapted_activation", 1024, (16, 16), "rank 16"),
+    ("adapted_activation", 1024, (32, 32), "rank 32"),
     ("adapted_activation", 1024, (64, 64), "rank 64"),
     ("rope", 64, (4, 28), "28 and 4 heads of 64"),
     ("rope", 128, (4, 28), "28 and 4 heads of 128"),

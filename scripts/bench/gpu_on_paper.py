@@ -220,9 +220,9 @@ transformers' model, SDPA, a fused norm, adapters in bf16 by Triton kernels, all
 RATES = """
 ## Rates
 
-Products and attention in TFLOP/s. Those of Hopper were measured on an H200 (FlashAttention-3: published), attention
-within a step; the others are shares of data sheets: `src/halftune/hardware/roofline.py`. A kernel takes the longer of
-its bytes and its FLOPs.
+Products and attention in TFLOP/s. Those of Hopper were measured on an H200, attention within a step (FlashAttention-3:
+published, less what FlashAttention-2 loses within a step). The others are shares of data sheets:
+`src/halftune/hardware/roofline.py`. A kernel takes the longer of its bytes and its FLOPs.
 """
 NOT_BUILT = """
 ## Not built: LoRA inside the base product

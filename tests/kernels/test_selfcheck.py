@@ -107,6 +107,18 @@ def test_a_check_of_its_own_process(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert (found.passed, found.lasting) == (False, False)
 
 
+def test_kernels_that_read_ahead_are_checked_in_loops() -> None:
+    """Forward and backward: with few rows and columns every program has one tile."""
+    from halftune_kernels.ops.adapted_activation import triton as adapted
+
+    for columns, (_, rows) in selfcheck.LOOPS["adapted_activation"]:
+        for tile, over in ((adapted._FORWARD, 1), (adapted._BACKWARD, 0)):
+            sizes = rows, columns
+            tiles = [-(-size // length) for size, length in zip(sizes, tile, strict=True)]
+            assert adapted._parts(tiles[1 - over], tiles[over])[1] > 1
+            assert rows % tile[0]
+
+
 def test_a_check_in_a_process_of_its_own_has_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several run side by side: with all cores for each, four of them took minutes on a GPU machine."""
     seen: dict[str, str] = {}

@@ -134,7 +134,7 @@ _B200_ATTENTION = {**_HOPPER_ATTENTION, **_attention(fa4=(1450, 1220))}
 ROOFLINES: tuple[Roofline, ...] = (
     Roofline("B200", r"\bB200$", 7.0e12, _tera(bf16=1570, fp16=1570, tf32=790, fp32=55, fp8=3000), _B200_ATTENTION),
     _H200,
-    replace(_H200, name="H100", pattern=r"\bH100( 80GB HBM3)?$", bandwidth=3.0e12, rounding=0.92, gated=0.82),
+    replace(_H200, name="H100", pattern=r"\bH100( 80GB HBM3)?$", bandwidth=3.0e12),
     _A100,
     replace(_A100, name="A100 40GB", pattern=r"\bA100(-SXM4-| )40GB$", bandwidth=1.33e12),
     _like(_A100, "A10", r"\bA10$", bandwidth=0.53, scan=3.0, bf16=62, fp16=62, tf32=31, fp32=15),

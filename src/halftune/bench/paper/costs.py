@@ -39,14 +39,12 @@ _PADDED = re.compile(r"^aten::(slice|select|narrow|diagonal|as_strided)_(backwar
 _CHUNK, _BLOCKS = 65536, 320
 _PER_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}  # tensors of one such launch, by operands per tensor
 _GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback", "transformers::grouped_mm_fallback_backward")
-_PACKED = "bitsandbytes::gemm_4bit"
 _SEVERAL = {
     **dict.fromkeys(("aten::slice_backward", "aten::select_backward", "aten::embedding_dense_backward"), 2),
     **dict.fromkeys(("aten::sort", "aten::topk", "aten::cumsum"), 2),
     "aten::constant_pad_nd": 2,
     "halftune::adapted_activation": 3,  # and the sum over parts, and its cast
     "halftune::adapted_activation_backward_": 4,  # and a sum for each factor
-    _PACKED: 4,  # of many rows: scales by two kernels, the weight, the product
 }
 
 
@@ -116,9 +114,6 @@ def cost_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any, lengths: Len
         dtype = _product_dtype(args)
     if name in _GROUPED:
         read -= _of_no_row(*args[:2])
-    if name == _PACKED:
-        weight = math.prod(args[2]) * args[0].element_size()
-        read, written, dtype = read + weight, written + weight, args[0].dtype
     exact = name == "aten::_scaled_mm" and not named_arguments(func, args, kwargs)["use_fast_accum"]
     return Cost(read, written, flops, _launches(name, args), dtype, exact=exact)
 
@@ -169,7 +164,6 @@ FLOPS: dict[str, Callable[[Any, Any], float]] = {
     "aten::addmm_": _in_place_flops,
     "aten::baddbmm_": _in_place_flops,
     **dict.fromkeys(_GROUPED[:2], _grouped_flops),
-    _PACKED: lambda args, out: 2.0 * out.numel() * args[2][1],
     _GROUPED[2]: lambda args, out: 2 * _grouped_flops(args, out),  # also of frozen weights
     "halftune::adapted_activation": _adapted_flops(1),
     "halftune::adapted_activation_backward_": _adapted_flops(2),  # the updates again, and three gradients

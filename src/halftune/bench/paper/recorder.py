@@ -23,6 +23,7 @@ from halftune.bench.paper.costs import Cost, cost_of, distinct, is_free, tensors
 from halftune.bench.paper.kinds import Context, around, kind_of
 from halftune.bench.paper.syncs import answer, by_positions, on_gpu, sync_of
 from halftune.bench.paper.values import Values
+from halftune.model.meta.packed_weights import unpacked_product
 from halftune.precision.dtypes import plain_name
 
 _BLOCK = 512  # bytes; torch's allocator rounds up to them (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)
@@ -103,6 +104,9 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if not set(types) <= {FakeTensor}:
             return NotImplemented  # a pair of float8 values and scales takes itself apart
+        if func._schema.name == "bitsandbytes::gemm_4bit":
+            with self:  # its parts are recorded
+                return unpacked_product(*args, **kwargs)
         if func is torch.ops.prim.device.default:
             return args[0].fake_device if self.device_asked else torch.device("cpu")
         if kwargs.get("device") == _CPU:

@@ -69,3 +69,25 @@ def _packed(layer: nn.Linear, compute: torch.dtype, device: torch.device, *, nes
     made.in_features, made.out_features = columns, rows
     made.weight, made.bias = weight, layer.bias
     return made
+
+
+def unpacked_product(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    shape: list[int],
+    scales: torch.Tensor,
+    block: int,
+    kind: str,
+    bias: torch.Tensor | None = None,
+    absmax_8bit: torch.Tensor | None = None,
+    absmax_code: torch.Tensor | None = None,
+    absmax_offset: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``bitsandbytes::gemm_4bit`` of many rows, as its kernel for GPUs computes it: the weight, then the product."""
+    unpack: Any = torch.ops.bitsandbytes
+    if absmax_8bit is not None:
+        scales = unpack.dequantize_blockwise(absmax_8bit, scales, absmax_code, _OUTER, torch.float32) + absmax_offset
+    weight = unpack.dequantize_4bit(packed, scales, block, kind, shape, x.dtype).t()
+    rows = x.flatten(0, -2)
+    out = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
+    return out.view(*x.shape[:-1], shape[0])

@@ -197,4 +197,4 @@ def logits_of(base: PreTrainedModel, body: nn.Module, outputs: Any, rows: torch.
     quiet = {"output_router_logits": False} if "router_logits" in outputs else {}
     ids = torch.zeros(1, len(rows), dtype=torch.int64, device=rows.device)
     with _in_place_of(body, lambda *_args, **_kwargs: given):
-        return type(base).forward(base, input_ids=ids, use_cache=False, **quiet).logits[0]
+        return type(base).forward(base, input_ids=ids, use_cache=False, **quiet).logits.flatten(0, 1)

@@ -223,13 +223,14 @@ class PolicyModel:
             and _takes_positions(type(base))
             and (body := decoder_of(base)) is not None
         ):
+            plain = opaque(positions) and plain_head(base, inputs) is not None  # looks at it before the pass
             with outputs_of(body) as seen:
                 logits = self._forward(inputs | {"logits_to_keep": positions[:1]}).logits
             if seen and is_head_of(base, body, seen[-1], positions[:1], logits):  # OPT calls a part of its body
                 rows = seen[-1].last_hidden_state[:, positions]
                 # keep the model's output in the graph: FSDP2 starts its backward hooks from its gradient
                 rows = rows + logits[..., :0].sum().to(rows.dtype)
-                frozen, plain = is_frozen(base, body), opaque(rows) and plain_head(base, inputs) is not None
+                frozen = is_frozen(base, body)
                 return rows, partial(logits_of, base, body, seen[-1]), logits.shape[-1], frozen, plain
         chosen = self._selection(positions)
         logits = self._forward(inputs | chosen).logits
