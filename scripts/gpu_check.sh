@@ -161,7 +161,8 @@ else
     done
     wait
     # Measured one after the other: nothing else may be on the device.
-    part lora 200 "$all" python3 scripts/bench/gpu_step.py --models qwen2.5-7b --layers 8 --measured-only --out "$out/lora.jsonl"
+    part lora 200 "$all" python3 scripts/bench/gpu_step.py --models qwen2.5-7b --layers 8 --measured-only \
+        --ways fused trainer plain compile plain-compile fp8 --out "$out/lora.jsonl"
     part times 100 torch python3 scripts/bench/operators.py --gpu --out "$out"
     tests attention 60 "$all pytest" tests/attention/test_flash_on_gpu.py &
     tests formats 120 "$all pytest" tests/end_to_end/test_gpu.py $(has xdist && echo "-n 4") &

@@ -5,7 +5,8 @@
 
 Random inputs, medians of events on the GPU's own clock. Products are those of a 7B layer at 8,192 tokens, attention is
 causal with 28 query and 4 key heads of size 128 over samples of 4,096 tokens. Times of the host are those of eager
-operators on tiny tensors.
+operators on tiny tensors. Attention is faster alone than within a step, whose rates the roofline holds: those come from
+profiles (docs/measurements/gpu.md).
 """
 
 from __future__ import annotations

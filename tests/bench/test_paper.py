@@ -427,16 +427,12 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path, capsys: pytest.Capt
     assert set(found["kinds"]) == set(KINDS)
 
 
-CHECKPOINTED = {"output_dir": "run", "gradient_checkpointing": True}
-
-
 @pytest.mark.parametrize(
     ("machine", "keys", "code"),
     [
         ("mi300x", {}, "bench.no_roofline"),
         ("h200", {"method": {"type": "dpo", "reference": "precomputed"}}, "bench.paper_unsupported"),
         ("h200", {"attention": "flex", "data": PADDED}, "bench.paper_unsupported"),
-        ("h200", {"precision": "fp32", "training": CHECKPOINTED}, "bench.paper_unsupported"),
         ("h200", {"training": {"output_dir": "run", "torch_compile": True}}, "bench.paper_unsupported"),
     ],
 )

@@ -100,6 +100,16 @@ def test_a_checkpoint_attends_again_by_the_same_kernel(tmp_path: Path) -> None:
     assert rates.count("fa2") == 2 * rates.count("fa2/backward")
 
 
+@pytest.mark.parametrize(("machine", "precision"), [("t4", "fp16"), ("h100", "fp32")])
+def test_a_checkpoint_asks_again_where_tensors_are(tmp_path: Path, machine: str, precision: str) -> None:
+    """Heads of packed rows that share keys are repeated on a GPU without FlashAttention, and not on a CPU."""
+    training = {"output_dir": "run", "per_device_train_batch_size": 1, "gradient_checkpointing": True}
+    keys = {"precision": precision, "attention": "sdpa", "training": training}
+    step = recorded(recipe(tmp_path, "llama", sizes={"num_hidden_layers": 1}, **keys), machine)
+    rates = [one.cost.rate for one in step.recorded.launches if one.cost.rate]
+    assert sorted(rates) == ["efficient", "efficient", "efficient/backward"]
+
+
 @pytest.mark.parametrize(
     ("machine", "dtype", "one"),
     [("h100", BF16, True), ("b200", BF16, True), ("h100", FP16, False), ("a100", BF16, False), ("h100", FP32, False)],

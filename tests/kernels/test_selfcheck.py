@@ -120,7 +120,7 @@ def test_kernels_that_read_ahead_are_checked_in_loops() -> None:
 
 
 def test_a_check_in_a_process_of_its_own_has_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several run side by side: with all cores for each, four of them took minutes on a GPU machine."""
+    """Several run side by side: with all cores for each, they were not done in two minutes on a GPU machine."""
     seen: dict[str, str] = {}
 
     def run(*_: Any, env: dict[str, str], **__: Any) -> Any:

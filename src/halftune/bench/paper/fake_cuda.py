@@ -7,6 +7,7 @@ casts are then made by ``cuda_autocast_rules``. What else asks the driver is ans
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -147,7 +148,10 @@ def fake_cuda(recorder: Recorder, device: Device) -> Iterator[FakeTensors]:
         stack.callback(dispatch._on_gpu.cache_clear)
         mode = stack.enter_context(FakeTensors())
         stack.enter_context(recorder)
-        stack.enter_context(_Python(recorder))
+        python = stack.enter_context(_Python(recorder))
+        # it is off in a backward pass, where a checkpoint computes its forward pass again
+        defaults = inspect.unwrap(torch.utils.checkpoint.checkpoint).__kwdefaults__
+        stack.enter_context(patch.dict(defaults, context_fn=lambda: (nullcontext(), python)))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         yield mode
 
@@ -214,7 +218,6 @@ def _answers(recorder: Recorder, device: Device, capability: tuple[int, int]) ->
     kinds = [*optimizers._foreach_supported_types, FakeTensor]
     yield patch.object(optimizers, "_foreach_supported_types", kinds)
     yield patch.object(torch._C, "_group_tensors_by_device_and_dtype", _grouped)
-    # not by the mode above, which is off where a checkpoint computes its forward pass again
     yield patch.object(torch.nn.functional, "scaled_dot_product_attention", _attend)
     yield patch.object(flex, "attend", attend_flex)
     yield patch.object(flash, "need", package)

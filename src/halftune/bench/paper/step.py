@@ -107,7 +107,6 @@ def check_supported(config: RunConfig, plan: Plan, device: Device) -> None:
         "a reference computed before training": plan.method.reference.value == "precomputed",
         "images and audio": bool(config.data.media),
         f"adapter.use_dora over weights in {plan.weights.format.value}": _packed_dora(config, plan),
-        "gradient checkpointing of packed rows in fp32, by sdpa": _taken_apart(plan),
         "flex attention over padded rows": plan.attention.softmax.value == "flex" and not plan.batch.packing.value,
         "several processes": plan.batch.world_size > 1,
         "training.torch_compile": config.training.torch_compile,
@@ -127,12 +126,6 @@ def _known_format(plan: Plan) -> bool:
 def _packed_dora(config: RunConfig, plan: Plan) -> bool:
     """Whether peft reads packed weights, which have no values."""
     return plan.weights.format.value in FORMATS and isinstance(config.adapter, LoraAdapter) and config.adapter.use_dora
-
-
-def _taken_apart(plan: Plan) -> bool:
-    """Whether torch may take an attention operator apart, which a checkpoint would do otherwise than it was done."""
-    sdpa = plan.attention.softmax.value == "sdpa" and plan.precision.compute.value == "fp32"
-    return sdpa and plan.batch.packing.value and plan.batch.gradient_checkpointing.value
 
 
 def _start(run: TrainState, recorder: Recorder, batches: list[Batch]) -> StartedStep:
