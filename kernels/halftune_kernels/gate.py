@@ -41,7 +41,10 @@ class Row:
 _ALL = ((0, 0, 0), (999,))
 DELTA = ("gated_delta_rule", "kda", "rwkv7")
 SCANS = ("ssd", *DELTA)
-DENSE = ("rms_norm", "gated_activation", "adapted_activation", "rope", "linear_cross_entropy", "float8_rows")
+DENSE = (
+    *("rms_norm", "gated_rms_norm", "gated_activation", "adapted_activation", "rope"),
+    *("linear_cross_entropy", "float8_rows"),
+)
 ROWS: tuple[Row, ...] = (
     Row((0, 70), _ALL, (), "refuse", "Triton supports no GPU older than sm_70"),
     Row(

@@ -16,10 +16,12 @@ from interpreter import interpreting
 from operator_checks import CPU, assert_matches
 
 from halftune_kernels.cases import Case, case, rounded
+from halftune_kernels.gate import DENSE
 from halftune_kernels.library import everywhere
 from halftune_kernels.ops.adapted_activation import operators as adapted
 from halftune_kernels.ops.gated_activation import cpu as gated_cpu
 from halftune_kernels.ops.gated_activation import operators as gated
+from halftune_kernels.ops.gated_rms_norm import operators as gated_norm
 from halftune_kernels.ops.linear_cross_entropy import operators as cross_entropy
 from halftune_kernels.ops.lora_linear import AdaptedWeight
 from halftune_kernels.ops.lora_mlp import lora_mlp
@@ -27,11 +29,11 @@ from halftune_kernels.ops.rms_norm import operators as rms_norm
 from halftune_kernels.ops.rope import operators as rope
 from halftune_kernels.selfcheck import bound, relative_error
 
-DENSE = ("rms_norm", "gated_activation", "adapted_activation", "rope", "linear_cross_entropy", "float8_rows")
 HALF = (torch.bfloat16, torch.float16)
 # operator → variants: head size or width, options
 VARIANTS: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "rms_norm": [(96, {}), (33, {"offset": 0.0, "rounds": True})],
+    "gated_rms_norm": [(96, {"group_size": 32, "norm_before_gate": False}), (33, {"activation": "sigmoid"})],
     "gated_activation": [(33, {}), (1500, {"activation": "gelu_tanh"}), (20, {"activation": "gelu"})],
     "adapted_activation": [(33, {}), (150, {"activation": "gelu_tanh"}), (20, {"activation": "gelu"})],
     "rope": [(96, {}), (20, {"form": "pairs"}), (20, {"form": "pairs of half tables"}), (33, {})],
@@ -92,6 +94,12 @@ SIDES = rows(6, 5), rows(8, 2), rows(8, 3), rows(4, 8)
 CALLS: list[tuple[Any, tuple[Any, ...]]] = [
     (rms_norm.NORM, (rows(6, 8), rows(8), 1e-6, 0.0, True, torch.float32, None)),
     (rms_norm.NORM, (rows(6, 8, dtype=torch.bfloat16), rows(8), 1e-6, 1.0, False, torch.bfloat16, None)),
+    (gated_norm.NORM, (rows(6, 8), rows(8), rows(6, 8), 1e-6, True, True, 4, torch.float32, None)),
+    (
+        gated_norm.NORM,
+        (rows(6, 8), rows(8).detach(), rows(6, 8, dtype=torch.bfloat16), 0.0, False, False, 8, torch.bfloat16, None),
+    ),
+    (gated_norm.NORM, (rows(6, 8), rows(8), None, 1e-6, False, True, 8, torch.float32, None)),
     (gated.ACT, (rows(6, 8), rows(6, 8), "silu", None)),
     (gated.SLOPES, (rows(6, 8).detach(), rows(6, 8).detach(), rows(6, 8).detach(), "gelu", None)),
     (gated.SLOPES_IN_PLACE, (rows(6, 8).detach(), rows(6, 8).detach(), rows(6, 8).detach(), "silu", None)),

@@ -22,7 +22,7 @@ def test_reference_gradients(activation: str, first: bool) -> None:
     given = tuple(torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 8), (8,), (3, 8)))
     assert torch.autograd.gradcheck(
         lambda x, weight, gate: reference.gated_rms_norm(
-            GatedNorm(x, weight, gate, 1e-6, activation == "sigmoid", first, 4)
+            GatedNorm(x, weight, gate, 1e-6, activation == "sigmoid", first, 4, torch.float64)
         ),
         given,
     )

@@ -18,6 +18,7 @@ from operator_checks import CPU
 
 from halftune_kernels import selfcheck
 from halftune_kernels.cases import Case, case, rounded
+from halftune_kernels.ops.gated_rms_norm import gated_rms_norm
 from halftune_kernels.selfcheck import BOUNDS, bound, relative_error
 
 DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
@@ -55,6 +56,21 @@ def test_gated_rms_norm_with_a_sigmoid(gated: bool) -> None:
     plain = case("gated_rms_norm", 20, (0, 7))
     inputs = {name: x for name, x in plain.inputs.items() if gated or name != "gate"}
     check(dataclasses.replace(plain, inputs=inputs, options={"activation": "sigmoid"}), torch.float32)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_gated_rms_norm_of_slices(first: bool) -> None:
+    """Input and gate are columns of wider projections, of other dtypes, as after a scan in fp32; a frozen weight."""
+    wide = torch.randn(9, 3, 40), torch.randn(9, 70).bfloat16()
+    results = []
+    for backend, dtype in (("reference", torch.float64), ("triton", torch.float32)):
+        x, gate = wide[0].to(dtype)[:, 1, 3:23].requires_grad_(), wide[1].to(dtype)[:, 31:51].requires_grad_()
+        z = gate if backend == "reference" else gate.bfloat16()
+        weight = torch.arange(1, 21, dtype=dtype)
+        y = gated_rms_norm(x, weight, z, norm_before_gate=first, group_size=5, dtype=dtype, backend=backend)
+        results.append((y.detach(), *torch.autograd.grad(y.square().sum(), (x, gate))))
+    for found, truth in zip(results[1], results[0], strict=True):
+        assert relative_error(found, truth) < (4e-3 if found is results[1][2] else 1e-5)  # the gate's is in bf16
 
 
 @pytest.mark.filterwarnings("ignore:(divide by zero|invalid value):RuntimeWarning")

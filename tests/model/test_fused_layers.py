@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,11 +12,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
+from test_packing_hybrids import config_of
 from tiny_model import because, nll_sum, plan
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from halftune.model.attention.packing_check import packed_row
+from halftune.model.attention.linear import routed_linear_layers
+from halftune.model.attention.packing_check import packed_row, small_copy
 from halftune.model.attention.register import registered_attention
 from halftune.model.fused import FusedLayers, fuse
 
@@ -97,6 +100,23 @@ def test_a_family_trains_the_same(kind: str, attention: str) -> None:
     assert_same(trained(model), own)
     done.remove()
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "kimi_linear", "nemotron_h", "bamba", "olmo_hybrid"])
+def test_a_hybrid_trains_the_same(family: str) -> None:
+    """All its weights, in a packed row."""
+    made = plan()
+    route = replace(made.attention, linear=because("halftune"))
+    made = replace(made, attention=route, batch=replace(made.batch, packing=because(True)))
+    torch.manual_seed(0)
+    model = small_copy(config_of(family)).requires_grad_(True).train()
+    with registered_attention(made) as name, routed_linear_layers(model, made):
+        model.set_attn_implementation(name)
+        own = copy.deepcopy(trained(model))
+        done = fuse(model)
+        assert done.fused["gated norms"] == sum("NormGated" in type(module).__name__ for module in model.modules()) > 0
+        assert not any("gated norm" in reason for reason in done.left), str(done)
+        assert_same(trained(model), own)
 
 
 def test_bf16_under_autocast_is_as_near_to_fp64_as_the_own_code(attention: str) -> None:
@@ -218,13 +238,61 @@ def test_a_layer_with_dropout_of_its_own_keeps_it(attention: str) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_norm_with_a_gate_is_no_norm_of_one_tensor() -> None:
-    """Mamba-2's can be called without its gate, and never is."""
+def test_a_norm_that_may_have_a_gate() -> None:
+    """Mamba-2's has one in its model; without, its own code runs."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba2", vocab_size=64, **sizes))
     done = fuse(model)
-    assert done.fused["norms"] == 2  # the block's and the last one
+    assert done.fused == {"norms": 2, "gated norms": 1}  # the block's and the last one
     assert not done.left
-    gated = [module for module in model.modules() if type(module).__name__ == "MambaRMSNormGated"]
-    assert len(gated) == 1
-    assert "forward" not in vars(gated[0])
+    gated: Any = next(module for module in model.modules() if type(module).__name__ == "MambaRMSNormGated")
+    x, gate = torch.randn(2, 5, 64), torch.randn(2, 5, 64)
+    own = type(gated)
+    torch.testing.assert_close(gated(x), own.forward(gated, x))
+    torch.testing.assert_close(gated(x, gate=gate), own.forward(gated, x, gate))
+    assert type(gated(x, gate).grad_fn.next_functions[0][0]).__name__ == "_GatedNormBackward"
+    assert type(gated(x).grad_fn).__name__ == "MulBackward0"
+
+
+GATED = {
+    "qwen3_5": {}, "qwen3_next": {}, "qwen3_5_moe": {}, "qwen4_exp": {}, "olmo_hybrid": {}, "kimi_linear": {},
+    "bailing_hybrid": {}, "glm5_next": {}, "mamba2": {"group_size": 8}, "nemotron_h": {"group_size": 8},
+    "bamba": {"group_size": 16}, "granitemoehybrid": {"group_size": 32}, "zamba2": {"group_size": 4},
+    "falcon_h1": {"n_groups": 4, "norm_before_gate": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_order_of_norm_and_gate(before: bool) -> None:
+    assert_gated("falcon_h1", {"n_groups": 2, "norm_before_gate": before}, torch.float32, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("weight", "dtype"), [(torch.float32, torch.float32), (torch.float32, torch.bfloat16)], ids=str
+)
+@pytest.mark.parametrize("family", GATED)
+def test_gated_norms(family: str, weight: torch.dtype, dtype: torch.dtype) -> None:
+    assert_gated(family, GATED[family], weight, dtype)
+
+
+def assert_gated(family: str, options: dict[str, Any], weight: torch.dtype, dtype: torch.dtype) -> None:
+    """A family's gated norm is recognised, and gives its layer's result and gradients, in its dtype."""
+    file = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    made = next(value for name, value in vars(file).items() if name.endswith("RMSNormGated"))
+    layer = made(32, **options).to(weight)
+    torch.manual_seed(5)
+    nn.init.normal_(layer.weight)
+    results = []
+    given = torch.randn(2, 1, 7, 32).to(dtype)
+    for code in ("own", "fused"):
+        done = fuse(nn.Sequential(layer)) if code == "fused" else FusedLayers()
+        assert done.fused["gated norms"] == (code == "fused")
+        x, gate = (one.clone().requires_grad_() for one in given)
+        out = layer(x, gate)
+        gradients = torch.autograd.grad(out.double().square().sum(), (x, gate, layer.weight))
+        results.append((out.detach(), *gradients))
+        done.remove()
+    allowed = 1e-5 if dtype == torch.float32 else 2e-2
+    for own, found in zip(*results, strict=True):
+        assert (found.dtype, found.shape) == (own.dtype, own.shape)
+        assert (found - own).norm() <= allowed * own.norm()

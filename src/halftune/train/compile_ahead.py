@@ -31,7 +31,8 @@ def prove_kernels(plan: Plan, device: torch.device, phase: Callable[[Phase], Non
     dtype = torch_dtype(plan.precision.compute.value)
     dense = DENSE if plan.batch.fused_layers.value else ("linear_cross_entropy",)
     frozen = plan.precision.linear is not None and not plan.precision.trains_in_float8  # torchao has its own kernels
-    operators = [name for name in dense if name != "float8_rows" or frozen]
+    needed = {"float8_rows": frozen, "gated_rms_norm": plan.attention.linear.value != "none"}
+    operators = [name for name in dense if needed.get(name, True)]
     prove(operators, device, dtype)
     for name in operators:
         if (backend := choose(name, device, dtype)).name != "triton":

@@ -1,4 +1,7 @@
-"""RMSNorm with a gate, as linear-attention layers use it after their scan."""
+"""RMSNorm with a gate, as linear-attention layers use it after their scan.
+
+On GPUs and in graphs a registered operator, imported on the first call; elsewhere an autograd function.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,17 @@ from halftune_kernels.arguments import (
     check_same_device,
     without_autocast,
 )
-from halftune_kernels.dispatch import module
+from halftune_kernels.library import opaque
 
 __all__ = ["gated_rms_norm"]
 _NAME = "gated_rms_norm"
 
 
 class GatedNorm(NamedTuple):
-    """A checked call of `gated_rms_norm`, as every implementation gets it; x and gate are [M, D]."""
+    """A checked call of `gated_rms_norm`, as every implementation gets it; x and gate are [M, D].
+
+    The fields are arguments of the registered operators.
+    """
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -31,6 +37,7 @@ class GatedNorm(NamedTuple):
     sigmoid: bool
     norm_before_gate: bool
     group_size: int
+    dtype: torch.dtype
 
 
 @without_autocast
@@ -43,6 +50,7 @@ def gated_rms_norm(
     activation: str = "silu",
     norm_before_gate: bool = True,
     group_size: int | None = None,
+    dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """``norm(x) * weight * act(gate)``, or ``norm(x * act(gate)) * weight``.
@@ -55,10 +63,11 @@ def gated_rms_norm(
         activation: ``silu``, ``swish`` (the same) or ``sigmoid``.
         norm_before_gate: first form (Qwen3-Next, Kimi) or second (Mamba-2).
         group_size: the norm is over runs of this many channels; over all D if None.
+        dtype: of the result; that of ``x`` by default.
         backend: see `halftune_kernels.dispatch.choose`.
 
     Returns:
-        [..., D] in the dtype of ``x``. Everything inside is fp32.
+        [..., D], contiguous. Everything inside is fp32 (fp64 for fp64), and rounded once.
 
     Raises:
         ArgumentError: an argument does not fit the others.
@@ -74,10 +83,21 @@ def gated_rms_norm(
     size = x.shape[-1] if group_size is None else group_size
     if not isinstance(size, int) or size < 1 or x.shape[-1] % size:
         raise ArgumentError(_NAME, "group_size", came=size, expected=f"a divisor of D = {x.shape[-1]}")
-    device = check_same_device(_NAME, x=x, weight=weight, gate=gate)
+    check_same_device(_NAME, x=x, weight=weight, gate=gate)
     eps = check_number(_NAME, "eps", eps, least=0.0, expected="a number from 0 on")
-    run = module(_NAME, device, x.dtype, backend).gated_rms_norm
     flat = None if gate is None else gate.reshape(-1, x.shape[-1])
     rows, sigmoid = x.reshape(-1, x.shape[-1]), activation == "sigmoid"
-    y = run(GatedNorm(rows, weight, flat, eps, sigmoid, norm_before_gate, size))
+    call = GatedNorm(rows, weight, flat, eps, sigmoid, norm_before_gate, size, dtype or x.dtype)
+    if backend == "reference":
+        from halftune_kernels.ops.gated_rms_norm import reference
+
+        y = reference.gated_rms_norm(call)
+    elif backend is not None or opaque(x):
+        from halftune_kernels.ops.gated_rms_norm import operators
+
+        y = operators.NORM(*call, backend)
+    else:
+        from halftune_kernels.ops.gated_rms_norm import cpu
+
+        y = cpu.gated_rms_norm(call)
     return y.view(x.shape)

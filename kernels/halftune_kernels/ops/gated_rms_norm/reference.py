@@ -9,7 +9,7 @@ from halftune_kernels.ops.gated_rms_norm import GatedNorm
 
 def gated_rms_norm(call: GatedNorm) -> torch.Tensor:
     """See `halftune_kernels.ops.gated_rms_norm.gated_rms_norm`; x is [M, D], fp32 inside (fp64 for fp64)."""
-    x, weight, gate, eps, sigmoid, norm_before_gate, group_size = call
+    x, weight, gate, eps, sigmoid, norm_before_gate, group_size, dtype = call
     wide = torch.promote_types(x.dtype, torch.float32)
     u = x.to(wide)
     factor = torch.ones_like(u)
@@ -20,4 +20,4 @@ def gated_rms_norm(call: GatedNorm) -> torch.Tensor:
         u = u * factor
     groups = u.unflatten(1, (-1, group_size))
     normed = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)).flatten(1) * weight.to(wide)
-    return (normed * factor if norm_before_gate else normed).to(x.dtype)
+    return (normed * factor if norm_before_gate else normed).to(dtype)

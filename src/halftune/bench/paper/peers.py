@@ -25,7 +25,7 @@ from halftune.config.sections.model import LoraAdapter
 from halftune.core.errors import PlanError
 from halftune.hardware import Device
 from halftune.model.attention.register import registered_attention
-from halftune.model.fused import Form, FusedNorm, norm_forms
+from halftune.model.fused import norms
 from halftune.model.load.load import recompute_activations
 from halftune.model.meta.model import prepare
 from halftune.plan import Plan
@@ -72,8 +72,8 @@ def _automodel(config: RunConfig, _plan: Plan, model: Any, _mode: Any, recorder:
     model.requires_grad_(False).train()
     rank = config.adapter.rank if isinstance(config.adapter, LoraAdapter) else 0
     for name, module in list(model.named_modules()):
-        if norm_forms(module):
-            module.forward = FusedNorm(module, Form(0.0, promotes=True)).forward
+        if norms.candidates(module):
+            module.forward = norms.FusedNorm(module, norms.Form(0.0, promotes=True)).forward
         elif isinstance(module, nn.Linear) and not name.endswith("lm_head"):
             _adapt(module, rank, recorder)
     return model

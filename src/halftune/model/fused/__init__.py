@@ -10,7 +10,6 @@ Imported by: `bench`, `train`.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,72 +25,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.hooks import RemovableHandle
 
-from halftune.model.fused import projections
+from halftune.model.fused import norms, projections
 from halftune.model.fused.projections import (
     SHARING,
     FusedProjection,
     Projections,
     adapted_weight,
     is_lora_linear,
-    outside_autocast,
 )
-from halftune.precision.record.recorder import copy_record, recorded
 from halftune_kernels.library import opaque
-from halftune_kernels.ops.rms_norm import rms_norm
-
-_EPSILONS = ("variance_epsilon", "eps", "epsilon")
-
-
-@dataclass(frozen=True)
-class Form:
-    """How a norm applies its weight: ``weight + offset``, and whether the result has the promoted dtype."""
-
-    offset: float
-    promotes: bool
-
-
-def norm_forms(module: nn.Module) -> list[Form]:
-    """Candidate forms of a module, to be verified by comparison; empty for most modules and for gated norms."""
-    parameters = dict(module.named_parameters(recurse=False))
-    single = set(parameters) == {"weight"} and parameters["weight"].ndim == 1
-    if not single or any(True for _ in module.children()) or _epsilon(module) is None:
-        return []
-    if "gate" in inspect.signature(type(module).forward).parameters:
-        return []
-    return [Form(offset, promotes) for offset in (0.0, 1.0) for promotes in (True, False)]
-
-
-class FusedNorm:
-    """The replacement of a norm's forward: the operator, or the layer's own code if unsupported."""
-
-    def __init__(self, module: nn.Module, form: Form) -> None:
-        eps = _epsilon(module)
-        assert eps is not None
-        self.module, self.form, self.eps = module, form, eps
-
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """What the layer's own forward returns."""
-        module, form = self.module, self.form
-        if args or kwargs:
-            return type(module).forward(module, x, *args, **kwargs)
-        weight: torch.Tensor = module.weight  # type: ignore[assignment]
-        dtype = torch.promote_types(x.dtype, weight.dtype) if form.promotes else x.dtype
-        rounds = form.promotes and x.device.type != "cpu"  # on CPUs, where it costs time, rounded once
-        with outside_autocast(x):
-            out = rms_norm(x, weight, self.eps, offset=form.offset, dtype=dtype, rounds=rounds)
-        if not torch.compiler.is_compiling() and recorded(module):
-            with torch.no_grad():
-                copy_record(out, type(module).forward(module, x))
-        return out
-
-
-def _epsilon(module: nn.Module) -> float | None:
-    for name in _EPSILONS:
-        value = vars(module).get(name)
-        if isinstance(value, float):
-            return value
-    return None
-
 
 # Errors of third-party layers with other arguments or shapes than assumed.
 _REFUSALS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
@@ -158,8 +100,9 @@ def fuse(model: nn.Module, like: nn.Module | None = None) -> FusedLayers:
     inside: set[nn.Module] = set()  # layers inside a fused layer
     for module in [module for module in model.modules() if "forward" not in vars(module)]:
         twin = twins.get(type(module), module)
-        if norm_forms(module):
-            _try(done, module, twin, _norms, proven, "norms", "rms_norm")
+        if norms.candidates(module):
+            kind, operator = ("gated norms", "gated_rms_norm") if norms.gated(module) else ("norms", "rms_norm")
+            _try(done, module, twin, _norms, proven, kind, operator)
         elif candidates := list(projections.mlp_candidates(module, everything)):
             inside |= _fuse_mlp(done, module, twin, proven, candidates[0], everything=everything)
     for parent in model.modules():
@@ -190,7 +133,7 @@ def _fuse_mlp(
 
 def _norms(module: nn.Module) -> tuple[list[Forward], torch.Tensor]:
     """The candidates for a norm, and its weight."""
-    return [FusedNorm(module, form).forward for form in norm_forms(module)], module.get_parameter("weight")
+    return [candidate.forward for candidate in norms.candidates(module)], module.get_parameter("weight")
 
 
 def _mlps(module: nn.Module, *, everything: bool) -> tuple[list[Forward], torch.Tensor]:
@@ -319,8 +262,10 @@ def _error(module: nn.Module, forward: Forward, weight: torch.Tensor) -> tuple[f
         for dtype, size in product(sorted(dtypes, key=str), _SIZES):
             allowed = _TOLERANCE[half or dtype]
             x = size / (gain or 1.0) * torch.randn(1, _ROWS, weight.shape[-1], generator=generator)
-            x = x.to(weight.device, dtype)
-            own, ours = type(module).forward(module, x), forward(x)
+            given = [x.to(weight.device, dtype)]
+            if norms.gated(module):
+                given += [torch.randn(x.shape, generator=generator).to(weight.device, dtype)]
+            own, ours = type(module).forward(module, *given), forward(*given)
             if own.dtype != ours.dtype or own.shape != ours.shape:
                 return math.inf, allowed
             error = float((own.double() - ours.double()).norm() / own.double().norm())
