@@ -20,12 +20,18 @@ from halftune_kernels.cases import case
 from halftune_kernels.ops.adapted_activation import most_ranks
 
 GPUS = (80, 89, 90, 100, 120)
-LOOPS = ("rms_norm", "adapted_activation")  # over tiles, with enough rows; read ahead, and need more registers
+LOOPS = (
+    "rms_norm",
+    "gated_rms_norm",
+    "adapted_activation",
+)  # over tiles, with enough rows; read ahead, and need more registers
 # operator, size of its case, heads of keys and queries, what it stands for
 WIDTHS: tuple[tuple[str, int, tuple[int, int] | None, str], ...] = (
     ("rms_norm", 128, None, "128"),
     ("rms_norm", 3584, None, "3,584"),
     ("rms_norm", 8192, None, "8,192"),
+    ("gated_rms_norm", 128, None, "128"),
+    ("gated_rms_norm", 8192, None, "8,192"),
     ("gated_activation", 1024, None, "from 1,024"),
     ("adapted_activation", 1024, (16, 16), "rank 16"),
     ("adapted_activation", 1024, (32, 32), "rank 32"),

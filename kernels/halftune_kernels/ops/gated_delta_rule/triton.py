@@ -18,7 +18,11 @@ from halftune_kernels.scan.delta_arguments import DeltaRule
 # of values also give the scans more blocks to fill the GPU with.
 # A chunk's 64 rows are 4 warps of 16: but for sm_100, 8 warps compute every product of chained ones twice.
 CONFIGS: dict[tuple[str, bool], Rows] = {
-    ("solve", True): ((256, (), Config(0, 4, 1, 32)),),
+    ("solve", True): (
+        (128, (), Config(0, 4, 1, 32)),
+        (256, (80,), Config(0, 8, 1, 32)),
+        (256, (), Config(0, 4, 1, 32)),
+    ),
     ("solve", False): ((256, (), Config(0, 4, 1, 32)),),
     ("scan_forward", True): (
         (128, (120,), Config(32, 8, 1)),
@@ -26,7 +30,11 @@ CONFIGS: dict[tuple[str, bool], Rows] = {
         (256, (), Config(16, 8, 1)),
     ),
     ("scan_forward", False): SCAN_FP32,
-    ("scan_backward", True): ((128, (), Config(32, 4, 1)), (256, (), Config(16, 8, 1))),
+    ("scan_backward", True): (
+        (16, (), Config(16, 4, 1)),
+        (128, (), Config(32, 4, 1)),
+        (256, (), Config(16, 8, 1)),
+    ),
     ("scan_backward", False): SCAN_FP32,
     ("chunk_backward", True): ((256, (100,), Config(32, 8, 1, 32)), (256, (), Config(32, 4, 1, 32))),
     ("chunk_backward", False): ((256, (100,), Config(16, 8, 1, 16)), (256, (), Config(16, 4, 1, 16))),

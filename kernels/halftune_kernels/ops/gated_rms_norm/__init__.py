@@ -5,8 +5,6 @@ On GPUs and in graphs a registered operator, imported on the first call; elsewhe
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from halftune_kernels.arguments import (
@@ -19,25 +17,11 @@ from halftune_kernels.arguments import (
     without_autocast,
 )
 from halftune_kernels.library import opaque
+from halftune_kernels.ops.gated_rms_norm import cpu
+from halftune_kernels.ops.gated_rms_norm.cpu import GatedNorm
 
 __all__ = ["gated_rms_norm"]
 _NAME = "gated_rms_norm"
-
-
-class GatedNorm(NamedTuple):
-    """A checked call of `gated_rms_norm`, as every implementation gets it; x and gate are [M, D].
-
-    The fields are arguments of the registered operators.
-    """
-
-    x: torch.Tensor
-    weight: torch.Tensor
-    gate: torch.Tensor | None
-    eps: float
-    sigmoid: bool
-    norm_before_gate: bool
-    group_size: int
-    dtype: torch.dtype
 
 
 @without_autocast
@@ -97,7 +81,5 @@ def gated_rms_norm(
 
         y = operators.NORM(*call, backend)
     else:
-        from halftune_kernels.ops.gated_rms_norm import cpu
-
         y = cpu.gated_rms_norm(call)
     return y.view(x.shape)

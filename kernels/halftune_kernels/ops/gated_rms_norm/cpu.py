@@ -6,14 +6,28 @@ y = w n f. From a = dn = dy w f: du = r (a - n mean(a n)); dw = sum(dy n f); df 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from halftune_kernels.ops.gated_rms_norm import GatedNorm
-
 _BLOCK = 1 << 16  # elements per pass: they stay in the cache
+
+
+class GatedNorm(NamedTuple):
+    """A checked call of `gated_rms_norm`, as every implementation gets it; x and gate are [M, D].
+
+    The fields are arguments of the registered operators.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    gate: torch.Tensor | None
+    eps: float
+    sigmoid: bool
+    norm_before_gate: bool
+    group_size: int
+    dtype: torch.dtype
 
 
 def gated_rms_norm(call: GatedNorm) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from halftune_kernels.dispatch import implementation
 from halftune_kernels.library import differentiable, operator
-from halftune_kernels.ops.gated_rms_norm import GatedNorm
+from halftune_kernels.ops.gated_rms_norm.cpu import GatedNorm
 
 
 def _module(call: GatedNorm, backend: str | None) -> ModuleType:

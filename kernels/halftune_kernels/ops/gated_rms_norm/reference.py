@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from halftune_kernels.ops.gated_rms_norm import GatedNorm
+from halftune_kernels.ops.gated_rms_norm.cpu import GatedNorm
 
 
 def gated_rms_norm(call: GatedNorm) -> torch.Tensor:

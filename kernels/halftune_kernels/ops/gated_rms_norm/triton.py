@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from halftune_kernels.launch import Config, ceil_div, power_of_two, start
-from halftune_kernels.ops.gated_rms_norm import GatedNorm
+from halftune_kernels.ops.gated_rms_norm.cpu import GatedNorm
 
 _PROGRAMS = 512  # backward programs: each sums its rows' gradient of the weight, so this many partial sums are added
 _TILE = 2048  # elements of a program's tile

@@ -27,7 +27,11 @@ CONFIGS: dict[tuple[str, bool], Rows] = {
     ("scan_backward", False): SCAN_FP32,
     ("square_gradients", True): ((256, (100,), Config(32, 8, 1)), (256, (), Config(32, 4, 1))),
     ("square_gradients", False): ((256, (), Config(16, 8, 1)),),
-    ("chunk_backward", True): ((256, (), Config(32, 8, 1, 32)),),
+    ("chunk_backward", True): (
+        (128, (), Config(32, 8, 1, 32)),
+        (256, (80, 86, 90), Config(32, 8, 1, 16)),
+        (256, (), Config(32, 8, 1, 32)),
+    ),
     ("chunk_backward", False): ((256, (), Config(32, 8, 1, 32)),),
 }
 

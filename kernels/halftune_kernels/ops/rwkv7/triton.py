@@ -19,7 +19,11 @@ CONFIGS: dict[tuple[str, bool], Rows] = {
     ("products", False): ((256, (), Config(0, 4, 1, 32)),),
     ("solve", True): ((256, (), Config(32, 4, 1, 32)),),
     ("solve", False): ((256, (), Config(32, 4, 1, 32)),),
-    ("scan_forward", True): ((128, (), Config(32, 8, 1)), (256, (), Config(16, 8, 1))),
+    ("scan_forward", True): (
+        (16, (), Config(32, 4, 1)),
+        (128, (), Config(32, 8, 1)),
+        (256, (), Config(16, 8, 1)),
+    ),
     ("scan_forward", False): SCAN_FP32,
     ("scan_backward", True): ((128, (), Config(32, 4, 1)), (256, (), Config(16, 8, 1))),
     ("scan_backward", False): SCAN_FP32,

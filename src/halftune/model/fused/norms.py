@@ -26,7 +26,8 @@ def candidates(module: nn.Module) -> list[FusedNorm] | list[FusedGatedNorm]:
         return []
     if gated(module):
         group = _group(module, parameters["weight"].numel())
-        return [FusedGatedNorm(module, *form, group) for form in product(("silu", "sigmoid"), *2 * [(True, False)])]
+        forms = product(("silu", "sigmoid"), (True, False), (True, False))
+        return [FusedGatedNorm(module, activation, first, promotes, group) for activation, first, promotes in forms]
     return [FusedNorm(module, Form(offset, promotes)) for offset, promotes in product((0.0, 1.0), (True, False))]
 
 
