@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from halftune.model.attention.linear import routed_linear_layers
 from halftune.model.attention.packing_check import packed_row, small_copy
 from halftune.model.attention.register import registered_attention
-from halftune.model.fused import FusedLayers, fuse
+from halftune.model.fused import FusedLayers, fuse, projections
 
 LENGTHS = (70, 9, 130)
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -37,6 +38,19 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "qwen3_moe": (EXPERTS, (9, 0, 8)),
 }
 KINDS = ("norms", "feed-forward layers", "adapted linear layers")
+
+
+@contextlib.contextmanager
+def hybrid(family: str) -> Iterator[Any]:
+    """A small model of a family with our operators, for a packed row."""
+    made = plan()
+    route = replace(made.attention, linear=because("halftune"))
+    made = replace(made, attention=route, batch=replace(made.batch, packing=because(True)))
+    torch.manual_seed(0)
+    model = small_copy(config_of(family)).train()
+    with registered_attention(made) as name, routed_linear_layers(model, made):
+        model.set_attn_implementation(name)
+        yield model
 
 
 @pytest.fixture
@@ -105,18 +119,44 @@ def test_a_family_trains_the_same(kind: str, attention: str) -> None:
 @pytest.mark.parametrize("family", ["qwen3_5_text", "kimi_linear", "nemotron_h", "bamba", "olmo_hybrid"])
 def test_a_hybrid_trains_the_same(family: str) -> None:
     """All its weights, in a packed row."""
-    made = plan()
-    route = replace(made.attention, linear=because("halftune"))
-    made = replace(made, attention=route, batch=replace(made.batch, packing=because(True)))
-    torch.manual_seed(0)
-    model = small_copy(config_of(family)).requires_grad_(True).train()
-    with registered_attention(made) as name, routed_linear_layers(model, made):
-        model.set_attn_implementation(name)
+    with hybrid(family) as model:
+        model.requires_grad_(True)
         own = copy.deepcopy(trained(model))
         done = fuse(model)
         assert done.fused["gated norms"] == sum("NormGated" in type(module).__name__ for module in model.modules()) > 0
         assert not any("gated norm" in reason for reason in done.left), str(done)
         assert_same(trained(model), own)
+
+
+@pytest.mark.parametrize(
+    ("family", "first", "size"), [("qwen3_5_text", "in_proj_qkv", 4), ("qwen3_next", "in_proj_qkvz", 2)]
+)
+def test_projections_of_a_delta_rule_are_computed_together(
+    family: str, first: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[list[nn.Module]] = []
+    compute = projections._compute
+
+    def counted(x: torch.Tensor, layers: Any) -> Any:
+        computed.append(list(layers))
+        return compute(x, layers)
+
+    with hybrid(family) as whole:
+        options = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
+        model = get_peft_model(whole, LoraConfig(task_type="CAUSAL_LM", **options)).train()
+        own = copy.deepcopy(trained(model))
+        fuse(model)
+        monkeypatch.setattr(projections, "_compute", counted)
+        assert_same(trained(model), own)
+        parts = [module for module in model.modules() if first in dict(module.named_children())]
+    assert parts
+    for part in parts:
+        calls = [
+            layers
+            for layers in computed
+            if any(layer.forward.__self__.group.layers[0] is getattr(part, first) for layer in layers)
+        ]
+        assert [len(layers) for layers in calls] == [size]
 
 
 def test_bf16_under_autocast_is_as_near_to_fp64_as_the_own_code(attention: str) -> None:

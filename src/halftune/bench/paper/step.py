@@ -134,12 +134,12 @@ def _start(run: TrainState, recorder: Recorder, batches: list[Batch]) -> Started
 
 
 def ranks(config: RunConfig) -> frozenset[int]:
-    """Sizes of an adapter's inner dimension: alone, stacked for query, key and value, padded for experts."""
+    """Sizes of an adapter's inner dimension: alone, stacked for layers of one input, padded for experts."""
     adapter = config.adapter
     if not isinstance(adapter, LoraAdapter):
         return frozenset()
     padded = [adapter.rank + -adapter.rank % 8] if adapter.target_parameters else []
-    return frozenset([*(adapter.rank * many for many in (1, 2, 3)), *padded])
+    return frozenset([*(adapter.rank * many for many in (1, 2, 3, 4)), *padded])
 
 
 def built_on_paper(config: RunConfig, plan: Plan, attention: str) -> Any:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -169,7 +169,7 @@ def without_kernel(operator: str, weight: torch.Tensor) -> str:
 
 
 def _fuse_projections(done: FusedLayers, parent: nn.Module, inside: set[nn.Module]) -> None:
-    """Fuse the adapted linear children of a module; query, key and value as one group."""
+    """Fuse the adapted linear children of a module; those that read one input as one group."""
     children = {name: child for name, child in parent.named_children() if is_lora_linear(child) and child not in inside}
     usual = {name: child for name, child in children.items() if adapted_weight(child) is not None}
     done.left["adapted linear layers with unsupported parts"] += len(children) - len(usual)
@@ -183,10 +183,10 @@ def _fuse_projections(done: FusedLayers, parent: nn.Module, inside: set[nn.Modul
 
 
 def _groups(layers: dict[str, nn.Module]) -> list[list[nn.Module]]:
-    """Layers that are computed together: query, key and value; every other one alone."""
-    together = [layers[name] for name in SHARING if name in layers]
-    alone = [[layer] for name, layer in layers.items() if name not in SHARING]
-    return [together, *alone] if together else alone
+    """Layers that are computed together; every other one alone."""
+    together = [[layers[name] for name in names if name in layers] for names in SHARING]
+    shared = set(chain.from_iterable(SHARING))
+    return [*filter(None, together), *([layer] for name, layer in layers.items() if name not in shared)]
 
 
 def _try(

@@ -1,4 +1,5 @@
-"""Fused linear layers, plain or with LoRA. Layers that share an input (query, key, value) are computed together.
+"""Fused linear layers, plain or with LoRA. Layers that share an input (such as query, key and value) are computed
+together.
 
 Gated feed-forward layers, ``down(silu(gate(x)) · up(x))``, are recognised by comparing outputs.
 """
@@ -231,7 +232,12 @@ def _frozen(bias: torch.Tensor | None) -> torch.Tensor | None:
     return None if bias is None else bias.detach()
 
 
-SHARING = ("q_proj", "k_proj", "v_proj")
+# Names of layers with one input, in the order of their calls: of attention, of Qwen3.5's and Qwen3-Next's delta rule.
+SHARING = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    ("in_proj_qkvz", "in_proj_ba"),
+)
 
 
 class Projections:
