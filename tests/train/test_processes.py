@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from process_group import apart, curve, in_processes, train_all
 from safetensors.torch import load_file
+
+from halftune_kernels.library import everywhere
 
 ROWS = 8  # of a global batch
 LORA, FULL = ("adapter={type: lora, rank: 4}",), ("adapter=none",)
@@ -72,6 +75,30 @@ def test_one_two_and_four_processes_follow_the_same_curve(recipe, tmp_path: Path
     folders |= grid(recipe, tmp_path, by_four, [1, 2, 4])
     for case in CASES:
         check(folders, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [("method=dpo", "data.train=builtin:python-pairs"), PACKED], ids=["dpo", "packed"])
+def test_what_gpus_compute_follows_the_same_curve(more: tuple[str, ...], recipe, tmp_path: Path) -> None:
+    """Registered operators on CPUs: fused layers, and log-probabilities in one pass over the logits."""
+
+    def run(name: str, processes: int) -> tuple:
+        rows = f"training.per_device_train_batch_size={ROWS // processes}"
+        where = (f"distributed.strategy={name}", rows, "training.max_steps=3", f"training.output_dir={tmp_path / name}")
+        return recipe(*LORA, *more, *where, world_size=processes)
+
+    def as_gpus(*recipes: tuple) -> Callable[[int], None]:
+        def work(rank: int) -> None:
+            with everywhere():
+                train_all(recipes)(rank)
+
+        return work
+
+    assert in_processes(2, as_gpus(run("ddp", 2), run("fsdp2", 2))) == [0, 0]
+    assert in_processes(1, train_all([run("auto", 1)])) == [0]  # what CPUs compute
+    for name in ("ddp", "fsdp2"):
+        for kind in ("loss", "grad_norm"):
+            assert apart(curve(tmp_path / name, kind), curve(tmp_path / "auto", kind)) < 1e-5
 
 
 @pytest.mark.slow
