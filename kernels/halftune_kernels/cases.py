@@ -218,9 +218,8 @@ def _rwkv7(size: int, bounds: tuple[int, ...], generator: torch.Generator, chose
 
 def _rms_norm(size: int, bounds: tuple[int, ...], generator: torch.Generator, heads: Heads) -> Case:
     shape = (1, bounds[-1], heads[1] if heads else 2, size)
-    inputs = {"x": _normal(generator, *shape), "residual": _normal(generator, *shape)}
-    inputs["weight"] = _normal(generator, size)
-    function = "halftune_kernels.ops.rms_norm:add_rms_norm"
+    inputs = {"x": _normal(generator, *shape), "weight": _normal(generator, size)}
+    function = "halftune_kernels.ops.rms_norm:rms_norm"
     return Case("rms_norm", function, inputs, ("weight",), {"eps": 1e-6, "offset": 1.0})
 
 

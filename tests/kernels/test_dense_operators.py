@@ -114,7 +114,6 @@ CALLS: list[tuple[Any, tuple[Any, ...]]] = [
     ),
     (cross_entropy.LOSSES, (rows(6, 8).detach(), torch.tensor([1, 2, -100, 3, 0, 7]), 0.5, 0.1, True, None)),
     (rope.ROPE, (*ROTATED, *TABLES, "halves", False, torch.float32, None)),
-    (rms_norm.ADD_NORM, (rows(6, 8), rows(6, 8), rows(8), 1e-6, 1.0, False, torch.bfloat16, None)),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation over the last dimension, with weights ``w`` or ``1 + w``, and a residual added first.
+"""Root-mean-square normalisation over the last dimension, with weights ``w`` or ``1 + w``.
 
 On GPUs and in graphs a registered operator, imported on the first call; elsewhere an autograd function.
 """
@@ -11,7 +11,7 @@ from halftune_kernels.library import opaque
 from halftune_kernels.ops.rms_norm import cpu
 from halftune_kernels.ops.rms_norm.cpu import Norm
 
-__all__ = ["add_rms_norm", "rms_norm"]
+__all__ = ["rms_norm"]
 
 
 def rms_norm(
@@ -50,37 +50,3 @@ def rms_norm(
     else:
         out = cpu.rms_norm(rows, Norm(weight, eps, offset, rounds, dtype))
     return out.view(x.shape)
-
-
-def add_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    *,
-    offset: float = 0.0,
-    dtype: torch.dtype | None = None,
-    rounds: bool = False,
-    backend: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rms_norm` of ``x + residual``, and that sum: ``(norm, sum)``.
-
-    The sum is rounded to the dtype of ``x`` first, as separate operations would round it. Its gradient and that of the
-    norm are added in one pass.
-
-    Args:
-        x, residual: ``[..., H]``, of one dtype.
-        weight, eps, offset, dtype, rounds, backend: as in `rms_norm`.
-    """
-    if backend == "reference":
-        total = x + residual
-        return rms_norm(total, weight, eps, offset=offset, backend=backend), total
-    dtype = dtype or x.dtype
-    if backend is None and not opaque(x):
-        total = x + residual
-        return rms_norm(total, weight, eps, offset=offset, dtype=dtype, rounds=rounds), total
-    from halftune_kernels.ops.rms_norm import operators
-
-    rows, others = (one.reshape(-1, x.shape[-1]) for one in (x, residual))
-    out, total, _ = operators.ADD_NORM(rows, others, weight, eps, offset, rounds, dtype, backend)
-    return out.view(x.shape), total.view(x.shape)

@@ -40,11 +40,8 @@ def rms_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     return out
 
 
-def forward(
-    x: torch.Tensor, residual: torch.Tensor | None, norm: Norm
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The norm of ``x + residual``, that sum, and 1 / root mean square ``[T, 1]``."""
-    x = x if residual is None else x + residual
+def forward(x: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm ``[T, H]``, and 1 / root mean square ``[T, 1]``."""
     wide = torch.promote_types(x.dtype, torch.float32)
     scale, width = norm.weight.to(wide) + norm.offset, x.shape[1]
     out = torch.empty(x.shape, dtype=norm.dtype, device=x.device)
@@ -61,12 +58,11 @@ def forward(
             torch.mul(chunk, r, out=y).mul_(scale)
         else:
             y.copy_((chunk * r).mul_(scale))
-    return out, x, inverse
+    return out, inverse
 
 
 def backward(
     grad: torch.Tensor,
-    grad_total: torch.Tensor | None,
     x: torch.Tensor,
     inverse: torch.Tensor,
     norm: Norm,
@@ -87,14 +83,14 @@ def backward(
             a = g * scale
             mean = (a * normed).sum(-1, keepdim=True).div_(-width)
             a.addcmul_(normed, mean).mul_(inverse[cut])
-            grad_x[cut] = a if grad_total is None else a.add_(grad_total[cut])
+            grad_x[cut] = a
     return grad_x, None if grad_weight is None else grad_weight.to(norm.weight.dtype)
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, *options: Any) -> torch.Tensor:
-        out, _, inverse = forward(x, None, Norm(weight, *options))
+        out, inverse = forward(x, Norm(weight, *options))
         ctx.save_for_backward(x, weight, inverse)
         ctx.options = options
         return out
@@ -103,5 +99,5 @@ class _RmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight, inverse = ctx.saved_tensors
-        found = backward(grad, None, x, inverse, Norm(weight, *ctx.options), ctx.needs_input_grad[:2])
+        found = backward(grad, x, inverse, Norm(weight, *ctx.options), ctx.needs_input_grad[:2])
         return *found, None, None, None, None

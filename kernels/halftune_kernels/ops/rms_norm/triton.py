@@ -17,21 +17,16 @@ _TILE = 2048  # elements of a program's tile
 
 @triton.jit
 def norm_forward(
-    x, residual, weight, y, total, inverse, rows, eps, offset, stride,
+    x, weight, y, inverse, rows, eps, offset, stride,
     H: tl.constexpr, S: tl.constexpr, M: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of M rows, ``stride`` elements apart in ``x`` and ``residual``."""
+    """One tile of M rows, ``stride`` elements apart in ``x``."""
     row = tl.program_id(0) * M + tl.arange(0, M)
     column = tl.arange(0, S)
     inside = (row < rows)[:, None] & (column < H)[None, :]
     source = tl.cast(row, tl.int64)[:, None] * stride + column[None, :]
     at = tl.cast(row, tl.int64)[:, None] * H + column[None, :]
     u = tl.load(x + source, mask=inside, other=0.0).to(tl.float32)
-    if residual is not None:
-        u += tl.load(residual + source, mask=inside, other=0.0).to(tl.float32)
-        summed = u.to(x.dtype.element_ty)
-        tl.store(total + at, summed, mask=inside)
-        u = summed.to(tl.float32)
     w = tl.load(weight + column, mask=column < H, other=0.0).to(tl.float32) + offset
     r = 1.0 / tl.sqrt(tl.sum(u * u, 1) / H + eps)
     tl.store(inverse + row, r, mask=row < rows)
@@ -43,7 +38,7 @@ def norm_forward(
 
 @triton.jit
 def norm_backward(
-    x, weight, inverse, dy, dtotal, dx, partial, rows, offset, stride, tiles,
+    x, weight, inverse, dy, dx, partial, rows, offset, stride, tiles,
     H: tl.constexpr, S: tl.constexpr, M: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """``tiles`` tiles of M rows; partial [programs, H] gets their sum for the weight, unless None, as dx may be."""
@@ -66,8 +61,6 @@ def norm_backward(
         if dx is not None:
             a = g * w[None, :]
             d = (a - n * (tl.sum(a * n, 1) / H)[:, None]) * r
-            if dtotal is not None:
-                d += tl.load(dtotal + at, mask=inside, other=0.0).to(tl.float32)
             tl.store(dx + at, d.to(dx.dtype.element_ty), mask=inside)
     if partial is not None:
         tl.store(partial + tl.cast(tl.program_id(0), tl.int64) * H + column, summed, mask=column < H)
@@ -84,32 +77,25 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
-def forward(
-    x: torch.Tensor, residual: torch.Tensor | None, norm: Norm
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The norm of ``x + residual``, that sum, and 1 / root mean square ``[T, 1]``."""
-    x = _rows(x)
-    if residual is not None and residual.stride() != x.stride():
-        x, residual = x.contiguous(), residual.contiguous()
-    rows, width = x.shape
+def forward(x: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm ``[T, H]``, and 1 / root mean square ``[T, 1]``."""
+    x, (rows, width) = _rows(x), x.shape
     y, inverse = x.new_empty(x.shape, dtype=norm.dtype), x.new_empty(rows, 1, dtype=torch.float32)
-    total = x if residual is None else x.new_empty(x.shape)
     padded, tall, config = _cut(width)
     how = {"H": width, "S": padded, "M": tall, "ROUNDS": norm.rounds}
-    given = x, residual, norm.weight.contiguous(), y, None if residual is None else total, inverse
+    given = x, norm.weight.contiguous(), y, inverse
     start(norm_forward, (ceil_div(rows, tall),), config, *given, rows, norm.eps, norm.offset, x.stride(0), **how)
-    return y, total, inverse
+    return y, inverse
 
 
 def backward(
     grad: torch.Tensor,
-    grad_total: torch.Tensor | None,
     x: torch.Tensor,
     inverse: torch.Tensor,
     norm: Norm,
     wanted: Sequence[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of the rows, with ``grad_total`` added, and of the weight; None where not wanted."""
+    """Gradients of the rows and of the weight; None where not wanted."""
     x, (rows, width) = _rows(x), x.shape
     padded, tall, config = _cut(width)
     count = ceil_div(rows, tall)
@@ -117,8 +103,7 @@ def backward(
     programs = ceil_div(count, tiles) if count else 0
     dx = x.new_empty(x.shape) if wanted[0] else None
     partial = x.new_empty(programs, width, dtype=torch.float32) if wanted[1] else None
-    grads = grad.contiguous(), None if grad_total is None else grad_total.contiguous()
     how = {"H": width, "S": padded, "M": tall, "ROUNDS": norm.rounds}
-    given = x, norm.weight.contiguous(), inverse, *grads, dx, partial
+    given = x, norm.weight.contiguous(), inverse, grad.contiguous(), dx, partial
     start(norm_backward, (programs,), config, *given, rows, norm.offset, x.stride(0), tiles, **how)
     return dx, None if partial is None else partial.sum(0).to(norm.weight.dtype)
