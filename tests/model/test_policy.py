@@ -112,6 +112,25 @@ def test_gpus_write_the_gradient_over_the_logits_of_a_plain_frozen_head(
     assert written == [*[True] * over, False]
 
 
+@pytest.mark.parametrize("kept", [0, 1 << 30])
+def test_gpus_write_the_gradient_over_the_logits_of_a_plain_trained_head(
+    kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the backward pass, where they may have been computed again; a second one over them is an error."""
+    written: list[bool] = []
+    losses = logprobs._losses
+    monkeypatch.setattr(logprobs, "_losses", lambda *a, wanted: written.append(wanted) or losses(*a, wanted=wanted))
+    monkeypatch.setattr(logprobs, "_KEPT_BYTES", kept)
+    with everywhere():
+        found = PolicyModel(MODELS["linear"]()).token_logprobs(of(a_batch())).sum()
+        assert set(written) == {False}
+        found.backward(retain_graph=True)
+        assert written.count(True) == written.count(False) / (1 if kept else 2)
+        if kept:
+            with pytest.raises(RuntimeError):
+                found.backward()
+
+
 class Products(TorchDispatchMode):
     """Number of products with the head's weight."""
 

@@ -34,6 +34,7 @@ LOSS_SCRATCH: dict[Kind, int] = {
     "xpu": 128 << 20,
     "mps": 128 << 20,
 }
+TRAINED_HEAD = 4  # as many times larger on GPUs, where the head is trained
 # fp32 copies of q, k, v that a chunked linear-attention layer saves, by backend.
 LINEAR_COPIES = {"torch": 14, "halftune": 2, "fla": 2}
 # With our torch operators, all that they save besides their inputs is in ``scan_kept``.
@@ -237,7 +238,8 @@ def _logits(work: Workload, facts: ModelFacts) -> int:
     positions = work.tokens * (1 - (1 - work.labelled) ** (work.tokens // work.length if not work.packed else 1))
     held = work.half_range or any(raw.get(key) not in (None, 1, 1.0) for key in TOUCHED_LOGITS)
     width = facts.hidden_size + (facts.vocab_size if held else 0)
-    return round(positions * width * work.compute) + LOSS_SCRATCH[work.kind]
+    trained = TRAINED_HEAD if work.full and work.kind != "cpu" else 1
+    return round(positions * width * work.compute) + trained * LOSS_SCRATCH[work.kind]
 
 
 def _activations(work: Workload, facts: ModelFacts) -> int:

@@ -18,10 +18,10 @@ from halftune.core.processes import heartbeat
 from halftune.data.batch import collate
 from halftune.data.store import Example, Segment
 from halftune.model.generate import ending_ids, evaluating, generate_answers
-from halftune.model.policy.head import rows_at_a_time
 from halftune.model.policy.policy import PolicyModel
 from halftune.verify.draw import Question
 from halftune.verify.probes import TOP, Probe
+from halftune_kernels.ops.linear_cross_entropy import rows_at_a_time
 
 LONGEST_ANSWER = 32  # tokens
 _TOKENS = 4096  # of prompts at a time, with padding

@@ -16,9 +16,10 @@ from torch.nn import functional as F
 from halftune_kernels.library import opaque
 
 _NO_LABEL = -100
-# Bytes of a chunk's fp32 logits, and the fewest rows: reading the head once per chunk must stay cheap.
+# Bytes of a chunk's fp32 logits, and the fewest rows: reading the head once per chunk must stay cheap, and so must
+# adding to its gradient, in fp32, where it has one.
 _CHUNK_BYTES = {"cpu": 4 << 20}
-_CHUNK_BYTES_ELSEWHERE = 256 << 20
+_CHUNK_BYTES_ELSEWHERE, _CHUNK_BYTES_TRAINED = 256 << 20, 1 << 30
 _FEWEST_ROWS = 128
 
 
@@ -83,7 +84,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         head, shift, grad_weight, grad_bias = _begin(hidden, weight, bias, needs)
         grad_hidden = torch.zeros_like(hidden) if needs[0] else None
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        for index in _chunks(targets, _rows(weight.shape[0], hidden.device), all_labelled):
+        for index in _chunks(targets, rows_at_a_time(weight.shape[0], hidden.device), all_labelled):
             rows, target = hidden[index], targets[index, None]
             chances = F.log_softmax(F.linear(rows, head, shift), dim=-1, dtype=wide)
             total -= (1 - smoothing) * chances.gather(1, target).sum(dtype=torch.float64)
@@ -121,7 +122,7 @@ class _InPlace(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         head, shift, grad_weight, grad_bias = _begin(hidden, weight, bias, needs)
         grad_hidden = torch.empty_like(hidden) if needs[0] else None
-        losses, step = [], _rows(weight.shape[0], hidden.device)
+        losses, step = [], rows_at_a_time(weight.shape[0], hidden.device, trained=needs[1])
         for rows, target, place in zip(
             hidden.split(step),
             targets.split(step),
@@ -206,6 +207,7 @@ def losses_in_place(
     return losses.masked_fill_(~labelled, 0.0).squeeze(1)
 
 
-def _rows(vocabulary: int, device: torch.device) -> int:
-    budget = _CHUNK_BYTES.get(device.type, _CHUNK_BYTES_ELSEWHERE)
-    return max(_FEWEST_ROWS, budget // (4 * vocabulary))
+def rows_at_a_time(vocabulary: int, device: torch.device, *, trained: bool = False) -> int:
+    """Rows per chunk for a device; of a trained head more on a GPU."""
+    elsewhere = _CHUNK_BYTES_TRAINED if trained else _CHUNK_BYTES_ELSEWHERE
+    return max(_FEWEST_ROWS, _CHUNK_BYTES.get(device.type, elsewhere) // (4 * vocabulary))

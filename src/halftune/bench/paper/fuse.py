@@ -45,7 +45,11 @@ def _small(module: nn.Module) -> nn.Module:
     for layer in module.modules():
         if type(layer).__name__ == "Linear4bit" and isinstance(layer, nn.Linear):  # as a plain layer: the same is fused
             memo[id(layer)] = _plain(layer, memo)
-    return copy.deepcopy(module, memo)
+    small = copy.deepcopy(module, memo)
+    for one in small.modules():
+        if isinstance(size := vars(one).get("group_size"), int):  # channels of a norm
+            one.group_size = max(1, size // _SHRINK)  # pyright: ignore[reportArgumentType]
+    return small
 
 
 def _plain(layer: nn.Linear, memo: dict[int, Any]) -> nn.Linear:

@@ -138,7 +138,8 @@ def record_peer(name: str, config: RunConfig, plan: Plan, device: Device, *, sam
                 _step(model, trained, optimizer, shape, plan if half else None, recorder)
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
     made = recorder.launches, recorder.syncs, recorder.calls
-    return Recorded(*made, math.prod(shape), length, layers, name, recorder.peak, shape[0])
+    many, rows, length = shape
+    return Recorded(*made, math.prod(shape), many * rows * (length - 1), length, layers, name, recorder.peak, shape[0])
 
 
 def _step(

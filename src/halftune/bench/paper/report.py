@@ -167,7 +167,7 @@ def utilisation(report: PaperReport, config: RunConfig, plan: Plan, facts: Model
     precision, made = plan.precision, report.recorded
     frozen = modes(config)["language"] != "full"
     flops = training_flops(facts, plan.num_trainable.value, adapter=frozen, attended=made.sample)
-    achieved = flops.per_second(made.tokens, made.tokens, report.time.seconds)
+    achieved = flops.per_second(made.tokens, made.trained, report.time.seconds)
     peak = listed_peak(report.machine, precision.compute.value, tf32=precision.tf32.value)
     return {
         "mfu": peak and achieved / peak.flops,

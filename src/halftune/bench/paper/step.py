@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from transformers import initialization
 
 from halftune.bench.paper.fake_cuda import CUDA, fake_cuda, move
 from halftune.bench.paper.fuse import fused_on_paper
@@ -24,6 +25,7 @@ from halftune.data.store import NO_LABEL, Example, Segment
 from halftune.hardware import Device
 from halftune.methods import make_method
 from halftune.model.attention.register import registered_attention
+from halftune.model.embedding_noise import add_noise
 from halftune.model.load.load import recompute_activations
 from halftune.model.meta.model import build, prepare, read_config
 from halftune.model.meta.packed_weights import FORMATS, pack_linear_layers
@@ -33,6 +35,7 @@ from halftune.train.checkpoint.run_inputs import UNCHANGED
 from halftune.train.loop.step import StartedStep, finish_step, start_step
 from halftune.train.loop.stepper import runs_late
 from halftune.train.parallel.strategy import Strategy
+from halftune.train.reference import Precomputed
 from halftune.train.schedule import make_schedule
 from halftune.train.state import TrainState
 
@@ -44,13 +47,15 @@ _METHODS = ("sft", "pretrain", "dpo", "simpo", "orpo", "cpo", "kto")
 class Recorded:
     """A recorded step: its launches and waits, tokens, samples per row, what was fused, memory, and micro-batches.
 
-    ``peak``: bytes of all tensors at their most, without workspaces of libraries and reserves of the allocator.
+    ``trained``: tokens with a label that is predicted. ``peak``: bytes of all tensors at their most, without workspaces
+    of libraries and reserves of the allocator.
     """
 
     launches: list[Launch]
     syncs: list[Sync]
     calls: int
     tokens: int
+    trained: int
     sample: int
     layers: int
     fused: str
@@ -82,6 +87,8 @@ def record_step(config: RunConfig, plan: Plan, device: Device, *, sample: int | 
         run = state(config, plan, model, CUDA)
         batches = [micro_batch(run, length)] * plan.batch.accumulation
         with fused_on_paper(model, plan) as fused, recorder.watching(model):
+            if config.training.neftune_alpha is not None:
+                add_noise(model, config.training.neftune_alpha)
             before = _start(run, recorder, batches)
             if not run.late:
                 finish_step(run, before)
@@ -89,9 +96,9 @@ def record_step(config: RunConfig, plan: Plan, device: Device, *, sample: int | 
                 now = _start(run, recorder, batches)
                 finish_step(run, before if run.late else now)
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    tokens = sum(batch.fed for batch in batches)
+    tokens, trained = sum(batch.fed for batch in batches), sum(batch.trained for batch in batches)
     made = recorder.launches, recorder.syncs, recorder.calls
-    return Recorded(*made, tokens, length, layers, fused, recorder.peak, plan.batch.accumulation)
+    return Recorded(*made, tokens, trained, length, layers, fused, recorder.peak, plan.batch.accumulation)
 
 
 def check_supported(config: RunConfig, plan: Plan, device: Device) -> None:
@@ -100,20 +107,25 @@ def check_supported(config: RunConfig, plan: Plan, device: Device) -> None:
     Raises:
         PlanError: says what.
     """
-    refused = {
-        f"{device.kind} devices": device.kind != "cuda",
-        f"method: {config.method.type}": config.method.type not in _METHODS,
-        f"frozen weights in {plan.weights.format.value}": not _known_format(plan),
-        "a reference computed before training": plan.method.reference.value == "precomputed",
-        "images and audio": bool(config.data.media),
-        f"adapter.use_dora over weights in {plan.weights.format.value}": _packed_dora(config, plan),
-        "flex attention over padded rows": plan.attention.softmax.value == "flex" and not plan.batch.packing.value,
-        "several processes": plan.batch.world_size > 1,
-        "training.torch_compile": config.training.torch_compile,
-    }
-    for what, found in refused.items():
+    packed = plan.weights.format.value
+    refused = (
+        (f"{device.kind} devices", device.kind != "cuda", "name an NVIDIA GPU"),
+        (f"method: {config.method.type}", config.method.type not in _METHODS, ""),
+        (f"frozen weights in {packed}", not _known_format(plan), ""),
+        ("images and audio", bool(config.data.media), ""),
+        (f"adapter.use_dora over weights in {packed}", _packed_dora(config, plan), "set adapter.use_dora: false"),
+        ("flex attention over padded rows", _padded_flex(plan), "set data.packing: true"),
+        ("several processes", plan.batch.world_size > 1, ""),
+        ("training.torch_compile", config.training.torch_compile, "set training.torch_compile: false"),
+    )
+    for what, found, remedy in refused:
         if found:
-            raise PlanError(f"bench --paper does not support {what}", code="bench.paper_unsupported")
+            remedy = remedy or "measure it with halftune bench on the machine itself"
+            raise PlanError(f"bench --paper does not support {what}", remedy=remedy, code="bench.paper_unsupported")
+
+
+def _padded_flex(plan: Plan) -> bool:
+    return plan.attention.softmax.value == "flex" and not plan.batch.packing.value
 
 
 def _known_format(plan: Plan) -> bool:
@@ -144,7 +156,8 @@ def ranks(config: RunConfig) -> frozenset[int]:
 
 def built_on_paper(config: RunConfig, plan: Plan, attention: str) -> Any:
     """The model with its linear layers as the plan keeps them, on fake tensors."""
-    built = build(read_config(config.model), config.model, plan, attention)
+    with initialization.no_init_weights():  # some draw again until all values are in range, and there are no values
+        built = build(read_config(config.model), config.model, plan, attention)
     if plan.weights.format.value in FORMATS:
         pack_linear_layers(built, plan, CUDA)
     return built
@@ -195,6 +208,8 @@ def state(config: RunConfig, plan: Plan, model: Any, device: torch.device) -> Tr
         steps_per_epoch=_STEPS,
     )
     run.late = runs_late(run)
+    if plan.method.reference.value == "precomputed":
+        run.reference = Precomputed(torch.zeros(0, config.method.segments))
     return run
 
 

@@ -92,14 +92,15 @@ def fuse(model: nn.Module, like: nn.Module | None = None) -> FusedLayers:
 
     Args:
         model: with its adapter, in its final dtypes and on its device.
-        like: a small copy with numbers on the CPU, whose layers are compared instead of those of a model without.
+        like: a small copy with numbers on the CPU, whose layers of the same names are compared instead of those of a
+            model without.
     """
     done, everything = FusedLayers(), any(map(opaque, model.parameters()))
-    twins = {} if like is None else {type(module): module for module in like.modules()}
+    twins = {} if like is None else dict(like.named_modules())
     proven: dict[tuple[Any, ...], int | str] = {}
     inside: set[nn.Module] = set()  # layers inside a fused layer
-    for module in [module for module in model.modules() if "forward" not in vars(module)]:
-        twin = twins.get(type(module), module)
+    for name, module in [(name, one) for name, one in model.named_modules() if "forward" not in vars(one)]:
+        twin = twins.get(name, module)
         if norms.candidates(module):
             kind, operator = ("gated norms", "gated_rms_norm") if norms.gated(module) else ("norms", "rms_norm")
             _try(done, module, twin, _norms, proven, kind, operator)
@@ -252,7 +253,7 @@ def _error(module: nn.Module, forward: Forward, weight: torch.Tensor) -> tuple[f
     with another shape or dtype counts as an infinite error.
     """
     generator = torch.Generator().manual_seed(0)
-    dtypes = {weight.dtype} if weight.ndim > 1 else {weight.dtype, torch.float32, torch.bfloat16}
+    dtypes = {weight.dtype} if weight.ndim > 1 else {weight.dtype, torch.float32, torch.bfloat16, torch.float16}
     # Scale inputs so that activations get products of these sizes: for small inputs, activations are too similar.
     gain = float(weight.double().norm()) / weight.shape[0] ** 0.5 if weight.ndim > 1 else 1.0
     half = _half_of_mixed(module)

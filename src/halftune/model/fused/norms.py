@@ -52,11 +52,12 @@ class FusedNorm:
         assert eps is not None
         self.module, self.form, self.eps = module, form, eps
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the layer's own forward returns."""
         module, form = self.module, self.form
-        if args or kwargs:
-            return type(module).forward(module, x, *args, **kwargs)
+        if len(args) != 1 or kwargs:
+            return type(module).forward(module, *args, **kwargs)
+        x: torch.Tensor = args[0]
         weight: torch.Tensor = module.weight  # type: ignore[assignment]
         dtype = torch.promote_types(x.dtype, weight.dtype) if form.promotes else x.dtype
         rounds = form.promotes and x.device.type != "cpu"  # on CPUs, where it costs time, rounded once
@@ -87,11 +88,13 @@ class FusedGatedNorm:
             "group_size": group,
         }
 
-    def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the layer's own forward returns."""
         module = self.module
-        if args or kwargs or gate is None or gate.shape != x.shape:
-            return type(module).forward(module, x, gate, *args, **kwargs)
+        given = [*args, *(kwargs[name] for name in kwargs if name == "gate")]
+        if len(given) != 2 or len(args) + len(kwargs) != 2 or given[1] is None or given[0].shape != given[1].shape:
+            return type(module).forward(module, *args, **kwargs)
+        x, gate = given
         weight: torch.Tensor = module.weight  # type: ignore[assignment]
         dtype = torch.promote_types(x.dtype, weight.dtype) if self.promotes else x.dtype
         with outside_autocast(x):

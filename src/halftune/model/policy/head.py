@@ -141,17 +141,6 @@ class HeadRows:
     plain: bool = False
 
 
-# Bytes of a chunk's fp32 logits, and minimum rows: reading the head once per chunk must stay cheap.
-_CHUNK_BYTES = {"cpu": 4 << 20}
-_CHUNK_BYTES_ELSEWHERE = 256 << 20
-_FEWEST_ROWS = 128
-
-
-def rows_at_a_time(vocabulary: int, device: torch.device) -> int:
-    """Rows per chunk for a device."""
-    return max(_FEWEST_ROWS, _CHUNK_BYTES.get(device.type, _CHUNK_BYTES_ELSEWHERE) // (4 * vocabulary))
-
-
 def is_frozen(base: nn.Module, body: nn.Module) -> bool:
     """Whether a model trains nothing outside of its decoder; a tied head is outside, too."""
     outside = [one.parameters() for one in base.children() if one is not body]

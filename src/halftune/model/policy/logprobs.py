@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from halftune.model.policy.cross_entropy import cross_entropy_rows, scratch_rows
 from halftune.model.policy.head import Head, HeadRows
 from halftune_kernels.library import opaque
+from halftune_kernels.ops.linear_cross_entropy import rows_at_a_time
 
 _KEPT_BYTES = 64 << 20  # fp32 logits of a batch that are kept for the backward pass; more are computed again
 
@@ -20,9 +21,9 @@ _KEPT_BYTES = 64 << 20  # fp32 logits of a batch that are kept for the backward 
 def logprobs(own: HeadRows, temperature: float, chunk: int, *, entropies_of: int | None = None) -> torch.Tensor:
     """``log softmax(head(rows) / temperature)[target]`` of each row, in fp32 (fp64 for fp64).
 
-    Behind a frozen head, the gradient of each row is computed with its value, from the same logits; on GPUs in one
-    pass, over the logits of a plain head. Otherwise logits are kept where they are few, or computed again in the
-    backward pass.
+    Behind a frozen head, the gradient of each row is computed with its value, from the same logits. Otherwise logits
+    are kept where they are few, or computed again in the backward pass. On GPUs, a plain head's become their gradient
+    in one pass.
 
     Args:
         own: N rows, N > 0.
@@ -37,11 +38,14 @@ def logprobs(own: HeadRows, temperature: float, chunk: int, *, entropies_of: int
 
     one_pass = opaque(own.rows) and temperature == 1.0 and entropies_of is None
     recorded = own.rows.requires_grad and torch.is_grad_enabled()
+    overwrites = one_pass and own.plain and not _in_fp16(own.rows)
 
     def some(part: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         logits = own.head(part)
         if one_pass and not torch.is_grad_enabled():
             return -_losses(logits, target, 1.0, wanted=False)[None]
+        if overwrites:
+            return _OnePass.apply(logits, target)[None]  # type: ignore[index]
         if temperature != 1.0:
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
         # one tensor of [chunk, V] at a time: where freed memory is kept, two leave holes that the next ones do not fit
@@ -53,8 +57,10 @@ def logprobs(own: HeadRows, temperature: float, chunk: int, *, entropies_of: int
         return torch.stack([found, few])
 
     if own.frozen and recorded and not _in_fp16(own.rows):
-        both = partial(_slopes_over_logits, own.head) if one_pass and own.plain else partial(_slopes, some)
+        both = partial(_slopes_over_logits, own.head) if overwrites else partial(_slopes, some)
         return _WithSlopes.apply(own.rows, own.targets, both, chunk)  # type: ignore[return-value]
+    if overwrites and not own.frozen:
+        chunk = max(chunk, rows_at_a_time(own.vocabulary, own.rows.device, trained=True))
     parts = zip(own.rows.split(chunk), own.targets.split(chunk), strict=True)
     if 4 * len(own.rows) * own.vocabulary <= _KEPT_BYTES:
         return torch.cat([some(*part) for part in parts], dim=1)
@@ -88,6 +94,22 @@ def _slopes_over_logits(head: Head, part: torch.Tensor, target: torch.Tensor) ->
     values = -_losses(gradient, target, -1.0, wanted=True)
     (slopes,) = torch.autograd.grad(logits, inputs, gradient)
     return values[None], slopes
+
+
+class _OnePass(torch.autograd.Function):
+    """Log-probabilities of logits that nothing else needs: they become their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(logits, targets)
+        return -_losses(logits, targets, 1.0, wanted=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        logits, targets = ctx.saved_tensors
+        _losses(logits, targets, -1.0, wanted=True)
+        return logits.mul_(grad[:, None]), None
 
 
 class _WithSlopes(torch.autograd.Function):

@@ -34,11 +34,10 @@ from halftune.model.policy.head import (
     logits_of,
     outputs_of,
     plain_head,
-    rows_at_a_time,
 )
 from halftune.model.policy.logprobs import logprobs
 from halftune_kernels.library import opaque
-from halftune_kernels.ops.linear_cross_entropy import linear_cross_entropy_sum
+from halftune_kernels.ops.linear_cross_entropy import linear_cross_entropy_sum, rows_at_a_time
 
 
 @dataclass(frozen=True)
