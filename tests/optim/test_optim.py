@@ -75,3 +75,18 @@ def test_vectors_do_not_decay() -> None:
 def test_updates_are_one_kernel_where_torch_has_it(kinds: tuple[str, ...], fused: bool | None) -> None:
     weights = [SimpleNamespace(device=torch.device(kind)) for kind in kinds]
     assert is_fused([{"params": [weight]} for weight in weights]) is fused
+
+
+def test_updates_of_bitsandbytes_wait_once_where_state_is_paged(monkeypatch: pytest.MonkeyPatch) -> None:
+    flat = pytest.importorskip("halftune.optim.bits_and_bytes")
+    waits: list[torch.Tensor] = []
+    monkeypatch.setattr(flat.optimizer, "sync_gpu", waits.append)
+    model = _model(torch.float32)
+    made = flat.FlatAdamW(model.parameters(), lr=1e-2, optim_bits=8)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    after = _descend(made, model, 3)
+    assert all((a != b).any() for a, b in zip(before, after, strict=True))
+    assert waits == []
+    made.is_paged = True
+    made.step()
+    assert len(waits) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import bitsandbytes.optim.optimizer
 import torch
 from bitsandbytes.optim.adamw import AdamW
 from bitsandbytes.optim.lion import Lion
@@ -16,12 +17,25 @@ from halftune.config.sections.training import TrainingSection
 from halftune.optim.builtin import adam_options, groups_of
 from halftune.precision import PrecisionPlan
 
+optimizer: Any = bitsandbytes.optim.optimizer
 # The code of each 8-bit value is a constant: state → its key in bitsandbytes' table of codes.
 _CODES = {"qmap1": "dynamic", "qmap2": "udynamic"}
 
 
 class FlatState(Optimizer8bit):
     """State as tensors and numbers only; bitsandbytes nests its tensors in a dict, which checkpoints do not hold."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Update the weights without waiting for the device after each of them; after the last if state is paged."""
+        own = optimizer.sync_gpu
+        optimizer.sync_gpu = lambda _: None
+        try:
+            loss = super().step(closure)
+        finally:
+            optimizer.sync_gpu = own
+        if self.is_paged:  # what is paged is moved asynchronously
+            own(self.param_groups[0]["params"][0])
+        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of torch's format, without the constant codes."""
