@@ -15,6 +15,7 @@ from halftune_kernels.library import everywhere
 ROWS = 8  # of a global batch
 LORA, FULL = ("adapter={type: lora, rank: 4}",), ("adapter=none",)
 PACKED = ("data.packing=true", "data.max_length=128")
+PAIRS = "data.train=builtin:python-pairs"
 EVALUATED = (
     "data.eval_split=1",
     "training.eval_steps=1",
@@ -78,14 +79,18 @@ def test_one_two_and_four_processes_follow_the_same_curve(recipe, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [("method=dpo", "data.train=builtin:python-pairs"), PACKED], ids=["dpo", "packed"])
+@pytest.mark.parametrize(
+    "more",
+    [(*LORA, "method=dpo", PAIRS), (*FULL, "method=orpo", PAIRS), (*LORA, *PACKED)],
+    ids=["dpo", "full orpo", "packed"],
+)
 def test_what_gpus_compute_follows_the_same_curve(more: tuple[str, ...], recipe, tmp_path: Path) -> None:
     """Registered operators on CPUs: fused layers, and log-probabilities in one pass over the logits."""
 
     def run(name: str, processes: int) -> tuple:
         rows = f"training.per_device_train_batch_size={ROWS // processes}"
         where = (f"distributed.strategy={name}", rows, "training.max_steps=3", f"training.output_dir={tmp_path / name}")
-        return recipe(*LORA, *more, *where, world_size=processes)
+        return recipe(*more, *where, world_size=processes)
 
     def as_gpus(*recipes: tuple) -> Callable[[int], None]:
         def work(rank: int) -> None:
@@ -97,8 +102,9 @@ def test_what_gpus_compute_follows_the_same_curve(more: tuple[str, ...], recipe,
     assert in_processes(2, as_gpus(run("ddp", 2), run("fsdp2", 2))) == [0, 0]
     assert in_processes(1, train_all([run("auto", 1)])) == [0]  # what CPUs compute
     for name in ("ddp", "fsdp2"):
-        for kind in ("loss", "grad_norm"):
-            assert apart(curve(tmp_path / name, kind), curve(tmp_path / "auto", kind)) < 1e-5
+        # a CPU sums the squares of a whole embedding in fp32 with an error of 2e-5, and of its shards with another
+        for kind, allowed in (("loss", 1e-5), ("grad_norm", 3e-5)):
+            assert apart(curve(tmp_path / name, kind), curve(tmp_path / "auto", kind)) < allowed
 
 
 @pytest.mark.slow
