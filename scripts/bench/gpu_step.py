@@ -29,17 +29,13 @@ from typing import Any
 from beside_trainer import documents, ours, plain, recipe
 from harness import case, fresh, head, planned, read_lines, row, tiny_model, write_lines
 
-QWEN = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
-LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-MODELS: dict[str, dict[str, Any]] = {  # their config.json
-    "qwen2.5-0.5b": QWEN | dict(zip(NAMES, (896, 4864, 24, 14, 2), strict=True)) | {"vocab_size": 151936},
-    "qwen2.5-1.5b": QWEN | dict(zip(NAMES, (1536, 8960, 28, 12, 2), strict=True)) | {"vocab_size": 151936},
-    "qwen2.5-7b": QWEN | dict(zip(NAMES, (3584, 18944, 28, 28, 4), strict=True)) | {"vocab_size": 152064},
-    "llama-3.1-8b": LLAMA | dict(zip(NAMES, (4096, 14336, 32, 32, 8), strict=True)) | {"vocab_size": 128256},
+MODELS = {  # published sizes
+    "qwen2.5-0.5b": "Qwen/Qwen2.5-0.5B",
+    "qwen2.5-1.5b": "Qwen/Qwen2.5-1.5B",
+    "qwen2.5-7b": "Qwen/Qwen2.5-7B",
+    "llama-3.1-8b": "meta-llama/Llama-3.1-8B",
+    "qwen3.5-9b": "Qwen/Qwen3.5-9B",  # a hybrid
 }
-UNTIED = ("qwen2.5-7b", "llama-3.1-8b")
-TINY = QWEN | dict(zip(NAMES, (64, 128, 2, 4, 2), strict=True)) | {"vocab_size": 4096}
 WAYS: dict[str, dict[str, Any]] = {
     "fused": {},
     "trainer": {},
@@ -47,6 +43,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "compile": {"training": {"torch_compile": True}},
     "plain-compile": {"training": {"fused_layers": False, "torch_compile": True}},
     "fp8": {"precision": {"compute": "bf16", "linear": "fp8"}},
+    "full": {"adapter": {"type": "none"}},
     "fa4": {"attention": "fa4"},
     "fa4-fp8": {"attention": "fa4", "precision": {"compute": "bf16", "linear": "fp8"}},
 }
@@ -55,11 +52,14 @@ STEPS = 20
 
 
 def sizes(name: str, layers: int) -> dict[str, Any]:
-    """The config.json of a model, with all of its layers for 0."""
-    from halftune.config.builtin_models import BUILTIN_MODELS
+    """The config.json of a language model, with all of its layers for 0."""
+    from halftune.config.facts.published import published_config
 
-    raw = BUILTIN_MODELS["qwen2-tiny"] | MODELS[name] | {"tie_word_embeddings": name not in UNTIED}
-    return raw | {"max_position_embeddings": 32768, "num_hidden_layers": layers or raw["num_hidden_layers"]}
+    path = published_config(MODELS[name])
+    assert path is not None
+    raw = json.loads(path.read_text())
+    raw |= raw.pop("text_config", {}) | ({"num_hidden_layers": layers} if layers else {})
+    return raw | {"layer_types": raw["layer_types"][: raw["num_hidden_layers"]]} if "layer_types" in raw else raw
 
 
 def write_model(folder: Path, name: str, layers: int) -> None:
@@ -67,7 +67,8 @@ def write_model(folder: Path, name: str, layers: int) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    tiny_model(folder, **TINY)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    tiny_model(folder, hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=4096, **heads)
     if name == "tiny":
         return
     (folder / "model.safetensors").unlink()  # its tokenizer stays

@@ -96,7 +96,13 @@ def test_a_case_that_ended_leaves_a_gap_in_the_table(scripts: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("qwen2.5-0.5b", 0.494), ("qwen2.5-1.5b", 1.544), ("qwen2.5-7b", 7.616), ("llama-3.1-8b", 8.030)],
+    [
+        ("qwen2.5-0.5b", 0.494),
+        ("qwen2.5-1.5b", 1.544),
+        ("qwen2.5-7b", 7.616),
+        ("llama-3.1-8b", 8.030),
+        ("qwen3.5-9b", 8.954),
+    ],
 )
 def test_models_of_the_gpu_table_have_the_published_number_of_weights(scripts: Any, name: str, billions: float) -> None:
     import torch
