@@ -210,6 +210,26 @@ def test_a_step_of_each_family_runs_without_a_gpu(name: str, tmp_path: Path) -> 
         assert found.time.kinds[ATTENTION].flops == LAYERS * 4.5 * 4 * D * HEADS * (T * (T + 1) // 2)
 
 
+@pytest.mark.parametrize(("method", "passes"), [("sft", 1), ("orpo", 3)])
+def test_a_trained_head_takes_many_rows_at_a_time(method: str, passes: int, tmp_path: Path) -> None:
+    """As many as 1 GiB of logits in fp32; log-probabilities are read, made again and read, and become gradients."""
+    words, data = 1_000_000, "builtin:python-pairs" if method == "orpo" else "builtin:python-docs"
+    keys = {"adapter": {"type": "none"}, "method": method, "data": {"train": data, "max_length": T, "packing": True}}
+    found = recorded(recipe(tmp_path, "llama", sizes={"vocab_size": words}, **keys)).recorded
+    chunks = -(-found.trained // (2**30 // (4 * words)))
+    assert sum(one.op == "halftune::cross_entropy_" for one in found.launches) == chunks * passes > passes
+
+
+def test_a_tied_head_is_one_weight(tmp_path: Path) -> None:
+    found = {}
+    for tied in (False, True):
+        (folder := tmp_path / str(tied)).mkdir()
+        made = recipe(folder, "llama", sizes={"tie_word_embeddings": tied}, adapter={"type": "none"})
+        found[tied] = recorded(made).time.kinds[OPTIMIZER].bytes
+    updated = 7 * 4 * H * V  # weight and moments are read and written, the gradient is read
+    assert found[False] - found[True] >= updated
+
+
 def test_no_weight_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some models draw again until all values are in range, which values of fake tensors never are."""
 

@@ -4,6 +4,7 @@ are not here."""
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from halftune_kernels.ops.adapted_activation import operators as adapted
 from halftune_kernels.ops.gated_activation import cpu as gated_cpu
 from halftune_kernels.ops.gated_activation import operators as gated
 from halftune_kernels.ops.gated_rms_norm import operators as gated_norm
+from halftune_kernels.ops.linear_cross_entropy import cpu as cross_entropy_cpu
+from halftune_kernels.ops.linear_cross_entropy import linear_cross_entropy_sum
 from halftune_kernels.ops.linear_cross_entropy import operators as cross_entropy
 from halftune_kernels.ops.lora_linear import AdaptedWeight
 from halftune_kernels.ops.lora_mlp import lora_mlp
@@ -174,3 +177,21 @@ def test_kernels_compile_without_spills(operator: str) -> None:
     found = compile_case(case(operator, size, (0, rows)), torch.bfloat16, 90)
     assert len(found) == (1 if operator in ("linear_cross_entropy", "float8_rows") else 2)
     assert all(kernel.fits and not kernel.spills for kernel in found)
+
+
+def test_the_logits_of_one_chunk_are_gone_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def linear(*given: Any) -> torch.Tensor:
+        assert not any(one() is not None for one in alive)
+        made = own(*given)
+        alive.append(weakref.ref(made))
+        return made
+
+    own = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    monkeypatch.setattr(cross_entropy_cpu, "rows_at_a_time", lambda *_, **__: 3)
+    hidden, weight = rows(8, 5), rows(20, 5)
+    with everywhere():
+        linear_cross_entropy_sum(hidden, weight, torch.arange(8)).backward()
+    assert len(alive) == 3

@@ -80,7 +80,8 @@ def test_updates_are_one_kernel_where_torch_has_it(kinds: tuple[str, ...], fused
 def test_updates_of_bitsandbytes_wait_once_where_state_is_paged(monkeypatch: pytest.MonkeyPatch) -> None:
     flat = pytest.importorskip("halftune.optim.bits_and_bytes")
     waits: list[torch.Tensor] = []
-    monkeypatch.setattr(flat.optimizer, "sync_gpu", waits.append)
+    monkeypatch.setattr(flat, "sync_gpu", waits.append)
+    monkeypatch.setattr("bitsandbytes.optim.optimizer.sync_gpu", waits.append)
     model = _model(torch.float32)
     made = flat.FlatAdamW(model.parameters(), lr=1e-2, optim_bits=8)
     before = [parameter.detach().clone() for parameter in model.parameters()]

@@ -317,7 +317,7 @@ def test_experts_are_planned_where_there_are_any() -> None:
 def test_paged_state_that_does_not_fit_on_the_device_is_tight() -> None:
     asked: dict[str, Any] = {"adapter": "none", "data": {"train": ["data.jsonl"], "max_length": 1024}}
     plans = {
-        name: planned("t4", **asked, training={"optim": name, "per_device_train_batch_size": 24})
+        name: planned("t4", **asked, training={"optim": name, "per_device_train_batch_size": 22})
         for name in ("adamw", "paged_adamw", "paged_adamw_8bit")
     }
     state = {name: plan.memory.optimizer for name, plan in plans.items()}

@@ -26,7 +26,7 @@ RUNTIME_BYTES: dict[Kind, int] = {
 # Allocator fragmentation, as a share of everything else. glibc caches freed blocks of up to 32 MiB; GPU allocators lose
 # less.
 FRAGMENTATION: dict[Kind, float] = {"cpu": 0.25, "cuda": 0.06, "rocm": 0.06, "xpu": 0.06, "mps": 0.06}
-# fp32 scratch of the loss, in addition to the logits, which their gradient overwrites.
+# A chunk of logits, which their gradient overwrites: on CPUs in fp32, elsewhere in the dtype of compute (of 2 bytes).
 LOSS_SCRATCH: dict[Kind, int] = {
     "cpu": 4 << 20,
     "cuda": 128 << 20,
@@ -160,9 +160,10 @@ def estimate(work: Workload, facts: ModelFacts) -> Estimate:
     weights -= work.float8 * (work.storage - 1)
     if work.full:  # those that are trained may be wider than the frozen ones
         weights += work.trained * (work.trainable - work.storage)
-    gradients = work.trained * work.trainable
+    alone, half = work.accumulation == 1 and work.strategy == "single", _half_of_tied(work, facts)
+    gradients = work.trained * work.trainable + (2 * half if alone else 0)
     moments = work.optimizer_state
-    activations, logits, towers = _activations(work, facts), _logits(work, facts), 0
+    activations, logits, towers = _activations(work, facts), _logits(work, facts) + half, 0
     if work.towers:
         from halftune.hardware.tower_memory import tower_memory, tower_weights  # few runs have images
 
@@ -175,10 +176,20 @@ def estimate(work: Workload, facts: ModelFacts) -> Estimate:
     if work.strategy == "fsdp2":
         weights, gradients, moments = _sharded(work, facts, weights, gradients, moments)
     weights += work.teacher + towers
-    overlap = min(gradients, activations + logits) if work.accumulation == 1 and work.strategy == "single" else 0
+    overlap = min(gradients, activations + logits) if alone else 0
     rest = weights + gradients + moments + activations + logits - overlap
     overhead = RUNTIME_BYTES[work.kind] + round(rest * FRAGMENTATION[work.kind])
     return Estimate(weights, gradients, moments, activations, logits, overhead, overlap)
+
+
+def _half_of_tied(work: Workload, facts: ModelFacts) -> int:
+    """Bytes of one of the two fp32 gradients that a trained tied embedding gets on a GPU.
+
+    The head's exists when the layers' backward pass begins, and both are there beside their sum when it ends.
+    """
+    if work.kind == "cpu" or not work.full or not facts.tie_word_embeddings:
+        return 0
+    return facts.vocab_size * facts.hidden_size * 4
 
 
 def _sharded(work: Workload, facts: ModelFacts, weights: int, gradients: int, moments: int) -> tuple[int, int, int]:
@@ -238,8 +249,10 @@ def _logits(work: Workload, facts: ModelFacts) -> int:
     positions = work.tokens * (1 - (1 - work.labelled) ** (work.tokens // work.length if not work.packed else 1))
     held = work.half_range or any(raw.get(key) not in (None, 1, 1.0) for key in TOUCHED_LOGITS)
     width = facts.hidden_size + (facts.vocab_size if held else 0)
-    trained = TRAINED_HEAD if work.full and work.kind != "cpu" else 1
-    return round(positions * width * work.compute) + trained * LOSS_SCRATCH[work.kind]
+    scratch = LOSS_SCRATCH[work.kind]
+    if work.kind != "cpu":
+        scratch *= work.compute // 2 * (TRAINED_HEAD if work.full and not held and not work.teacher else 1)
+    return round(positions * width * work.compute) + scratch
 
 
 def _activations(work: Workload, facts: ModelFacts) -> int:

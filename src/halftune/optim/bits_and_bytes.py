@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+from types import FunctionType
 from typing import Any
 
-import bitsandbytes.optim.optimizer
 import torch
 from bitsandbytes.optim.adamw import AdamW
 from bitsandbytes.optim.lion import Lion
 from bitsandbytes.optim.optimizer import Optimizer8bit
+from bitsandbytes.utils import sync_gpu
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,9 +19,18 @@ from halftune.config.sections.training import TrainingSection
 from halftune.optim.builtin import adam_options, groups_of
 from halftune.precision import PrecisionPlan
 
-optimizer: Any = bitsandbytes.optim.optimizer
 # The code of each 8-bit value is a constant: state → its key in bitsandbytes' table of codes.
 _CODES = {"qmap1": "dynamic", "qmap2": "udynamic"}
+
+
+def _without_waits(step: Any) -> Any:
+    """The same step, for which waiting for the device is nothing; of torch's wrappers it has ``no_grad`` alone."""
+    plain = inspect.unwrap(step)
+    namespace = {**plain.__globals__, "sync_gpu": lambda _: None}
+    return torch.no_grad()(FunctionType(plain.__code__, namespace, "step", plain.__defaults__, plain.__closure__))
+
+
+_step = _without_waits(Optimizer8bit.step)
 
 
 class FlatState(Optimizer8bit):
@@ -27,14 +38,9 @@ class FlatState(Optimizer8bit):
 
     def step(self, closure: Any = None) -> Any:
         """Update the weights without waiting for the device after each of them; after the last if state is paged."""
-        own = optimizer.sync_gpu
-        optimizer.sync_gpu = lambda _: None
-        try:
-            loss = super().step(closure)
-        finally:
-            optimizer.sync_gpu = own
+        loss = _step(self, closure)
         if self.is_paged:  # what is paged is moved asynchronously
-            own(self.param_groups[0]["params"][0])
+            sync_gpu(self.param_groups[0]["params"][0])
         return loss
 
     def state_dict(self) -> dict[str, Any]:

@@ -137,6 +137,7 @@ class _InPlace(torch.autograd.Function):
                 grad_weight += torch.mm(grad.t(), rows)
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=wide)
+            del grad  # before the next chunk's logits
         _keep(ctx, scale, (hidden, weight, bias), (grad_hidden, grad_weight, grad_bias))
         return torch.cat(losses).sum(dtype=torch.float64).to(wide)
 

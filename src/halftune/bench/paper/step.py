@@ -158,6 +158,7 @@ def built_on_paper(config: RunConfig, plan: Plan, attention: str) -> Any:
     """The model with its linear layers as the plan keeps them, on fake tensors."""
     with initialization.no_init_weights():  # some draw again until all values are in range, and there are no values
         built = build(read_config(config.model), config.model, plan, attention)
+    built.tie_weights()  # a part of what initialises them
     if plan.weights.format.value in FORMATS:
         pack_linear_layers(built, plan, CUDA)
     return built
