@@ -134,6 +134,11 @@ def power_of_two(size: int, least: int = 16) -> int:
     return max(least, 1 << (size - 1).bit_length())
 
 
+def channels_together(x: torch.Tensor) -> torch.Tensor:
+    """``x`` [rows, channels] with its channels side by side; rows may be apart, as in a slice of a wider tensor."""
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
 def ceil_div(a: int, b: int) -> int:
     """Return a / b, rounded up."""
     return -(-a // b)

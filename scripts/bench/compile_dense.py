@@ -20,11 +20,7 @@ from halftune_kernels.cases import case
 from halftune_kernels.ops.adapted_activation import most_ranks
 
 GPUS = (80, 89, 90, 100, 120)
-LOOPS = (
-    "rms_norm",
-    "gated_rms_norm",
-    "adapted_activation",
-)  # over tiles, with enough rows; read ahead, and need more registers
+LOOPS = ("rms_norm", "gated_rms_norm", "adapted_activation")  # over tiles, with enough rows; need more registers
 # operator, size of its case, heads of keys and queries, what it stands for
 WIDTHS: tuple[tuple[str, int, tuple[int, int] | None, str], ...] = (
     ("rms_norm", 128, None, "128"),

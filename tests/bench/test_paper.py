@@ -230,6 +230,19 @@ def test_a_tied_head_is_one_weight(tmp_path: Path) -> None:
     assert found[False] - found[True] >= updated
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_plan_expects_the_peak_of_full_fine_tuning_with_checkpointing(tied: bool, tmp_path: Path) -> None:
+    """Where weights, gradients and moments decide, and the two gradients of a tied embedding."""
+    training = {"output_dir": "run", "per_device_train_batch_size": 1, "gradient_checkpointing": True}
+    sizes = {"tie_word_embeddings": tied, "vocab_size": 64_000, "hidden_size": 1024, "intermediate_size": 4096}
+    sizes["num_hidden_layers"] = 12
+    path = recipe(tmp_path, "llama", sizes=sizes, adapter={"type": "none"}, training=training)
+    loaded, hardware = load_config(path), lookup("h200")
+    plan = resolve(loaded.run, hardware, run_facts(loaded.run))
+    found = profile(loaded.run, plan, hardware).recorded.peak
+    assert plan.memory.total - plan.memory.overhead == pytest.approx(found, rel=0.02), tied
+
+
 def test_no_weight_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some models draw again until all values are in range, which values of fake tensors never are."""
 

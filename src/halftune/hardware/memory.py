@@ -133,6 +133,7 @@ class Estimate:
 
     Attributes:
         weights, gradients, optimizer, activations, logits, overhead: the parts; overhead is the runtime itself.
+            Gradients include those that a tied weight's is the sum of, where they are there at the peak.
         overlap: gradients that reuse the memory of activations freed during backward.
     """
 
@@ -187,9 +188,14 @@ def _half_of_tied(work: Workload, facts: ModelFacts) -> int:
 
     The head's exists when the layers' backward pass begins, and both are there beside their sum when it ends.
     """
-    if work.kind == "cpu" or not work.full or not facts.tie_word_embeddings:
+    if work.kind == "cpu" or not facts.tie_word_embeddings or not _trains_head(work, facts):
         return 0
     return facts.vocab_size * facts.hidden_size * 4
+
+
+def _trains_head(work: Workload, facts: ModelFacts) -> bool:
+    """Whether so many of the model's own weights are trained that the head is among them."""
+    return work.full and work.trained > facts.num_parameters - facts.vocab_size * facts.hidden_size
 
 
 def _sharded(work: Workload, facts: ModelFacts, weights: int, gradients: int, moments: int) -> tuple[int, int, int]:
@@ -251,7 +257,8 @@ def _logits(work: Workload, facts: ModelFacts) -> int:
     width = facts.hidden_size + (facts.vocab_size if held else 0)
     scratch = LOSS_SCRATCH[work.kind]
     if work.kind != "cpu":
-        scratch *= work.compute // 2 * (TRAINED_HEAD if work.full and not held and not work.teacher else 1)
+        in_chunks = _trains_head(work, facts) and not held and not work.teacher
+        scratch *= work.compute // 2 * (TRAINED_HEAD if in_chunks else 1)
     return round(positions * width * work.compute) + scratch
 
 

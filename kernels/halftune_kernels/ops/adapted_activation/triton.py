@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from halftune_kernels.gate import SHARED_MEMORY
-from halftune_kernels.launch import Config, capability, ceil_div, dot_precision, power_of_two, start
+from halftune_kernels.launch import Config, capability, ceil_div, channels_together, dot_precision, power_of_two, start
 from halftune_kernels.ops.adapted_activation.call import Call
 from halftune_kernels.ops.gated_activation.triton import KINDS, act_and_slope
 
@@ -145,13 +145,13 @@ def _how(call: Call, tile: tuple[int, int]) -> tuple[dict, Config]:
     return found | {"STAGES": stages}, Config(columns, _WARPS, stages)
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
-
-
 def _operands(call: Call) -> tuple[torch.Tensor, ...]:
     """Gate and up with channels side by side; the rest contiguous."""
-    return _rows(call.gate), _rows(call.up), *(one.contiguous() for one in (call.low, *call[3:6]))
+    return (
+        channels_together(call.gate),
+        channels_together(call.up),
+        *(one.contiguous() for one in (call.low, *call[3:6])),
+    )
 
 
 def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,7 +174,7 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Writes the gradients of gate and up; returns those of both B and of A, in fp32."""
     how, config = _how(call, _BACKWARD)
-    grad, grad_low, (gate, up, *others) = _rows(grad), grad_low.contiguous(), _operands(call)
+    grad, grad_low, (gate, up, *others) = channels_together(grad), grad_low.contiguous(), _operands(call)
     assert all(x.stride(1) == 1 for x in into), "channels side by side"
     (rows, width), columns = gate.shape, ceil_div(gate.shape[1], how["S"])
     parts, tiles = _parts(columns, ceil_div(rows, how["M"]))

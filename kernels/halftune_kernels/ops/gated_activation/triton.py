@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from halftune_kernels.launch import Config, ceil_div, power_of_two, start
+from halftune_kernels.launch import Config, ceil_div, channels_together, power_of_two, start
 from halftune_kernels.ops.gated_activation.reference import Into
 
 KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
@@ -58,10 +58,6 @@ def act_backward(
         tl.store(acted_out + row * grad_stride + column, (acted * u).to(acted_out.dtype.element_ty), mask=inside)
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
-
-
 def _cut(shape: torch.Size) -> tuple[tuple[int, int], int, Config]:
     """Grid, columns of a tile, configuration."""
     rows, width = shape
@@ -71,7 +67,7 @@ def _cut(shape: torch.Size) -> tuple[tuple[int, int], int, Config]:
 
 def forward(gate: torch.Tensor, up: torch.Tensor, activation: str, out: torch.Tensor) -> None:
     """Writes ``act(gate) · up`` to ``out``, contiguous."""
-    gate, up = _rows(gate), _rows(up)
+    gate, up = channels_together(gate), channels_together(up)
     grid, tile, config = _cut(gate.shape)
     how = {"C": gate.shape[1], "S": tile, "KIND": KINDS[activation]}
     start(act_forward, grid, config, gate, up, out, gate.stride(0), up.stride(0), **how)
@@ -80,7 +76,7 @@ def forward(gate: torch.Tensor, up: torch.Tensor, activation: str, out: torch.Te
 def backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str, into: Into) -> None:
     """Writes the gradients of gate and up, and ``act(gate) · up`` over its gradient unless None."""
     if into[2] is None:
-        grad, gate, up = _rows(grad), _rows(gate), _rows(up)
+        grad, gate, up = channels_together(grad), channels_together(gate), channels_together(up)
     assert all(x.stride(1) == 1 for x in (grad, gate, up)), "in place: channels side by side"
     grid, tile, config = _cut(gate.shape)
     how = {"C": gate.shape[1], "S": tile, "KIND": KINDS[activation]}

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from halftune_kernels.launch import Config, ceil_div, power_of_two, start
+from halftune_kernels.launch import Config, ceil_div, channels_together, power_of_two, start
 from halftune_kernels.ops.gated_rms_norm.cpu import GatedNorm
 
 _PROGRAMS = 512  # backward programs: each sums its rows' gradient of the weight, so this many partial sums are added
@@ -100,11 +100,6 @@ def _cut(size: int) -> tuple[int, int, Config]:
     return padded, max(1, _TILE // padded), Config(padded, 8 if padded > 4096 else 4, 1)
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """``x`` with its channels side by side; rows may be apart, as those of a slice of a projection."""
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
-
-
 def _how(call: GatedNorm) -> tuple[dict[str, int | bool], int, Config]:
     """Constants, rows of a tile, configuration."""
     padded, tall, config = _cut(call.group_size)
@@ -114,7 +109,7 @@ def _how(call: GatedNorm) -> tuple[dict[str, int | bool], int, Config]:
 
 def forward(call: GatedNorm) -> torch.Tensor:
     """The norm [M, D]."""
-    x, gate = _rows(call.x), None if call.gate is None else _rows(call.gate)
+    x, gate = channels_together(call.x), None if call.gate is None else channels_together(call.gate)
     (rows, channels), (how, tall, config) = x.shape, _how(call)
     y = torch.empty(x.shape, dtype=call.dtype, device=x.device)
     apart = x.stride(0), 0 if gate is None else gate.stride(0)
@@ -125,7 +120,11 @@ def forward(call: GatedNorm) -> torch.Tensor:
 
 def backward(dy: torch.Tensor, call: GatedNorm, wants_weight: bool) -> tuple[torch.Tensor | None, ...]:
     """Gradients of x, of the weight (None if not wanted) and of the gate (None without one)."""
-    x, gate, weight = _rows(call.x), None if call.gate is None else _rows(call.gate), call.weight.contiguous()
+    x, gate, weight = (
+        channels_together(call.x),
+        None if call.gate is None else channels_together(call.gate),
+        call.weight.contiguous(),
+    )
     (rows, channels), (how, tall, config) = x.shape, _how(call)
     count = ceil_div(rows, tall)
     tiles = ceil_div(count, _PROGRAMS) if wants_weight else min(count, 1)

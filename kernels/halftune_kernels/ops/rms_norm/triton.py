@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from halftune_kernels.launch import Config, ceil_div, power_of_two, start
+from halftune_kernels.launch import Config, ceil_div, channels_together, power_of_two, start
 from halftune_kernels.ops.rms_norm.cpu import Norm
 
 _PROGRAMS = 512  # of the backward pass with a trained weight: as many partial sums are added
@@ -72,14 +72,9 @@ def _cut(width: int) -> tuple[int, int, Config]:
     return padded, max(1, _TILE // padded), Config(padded, min(16, max(4, padded // 1024)), 1)
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """``x`` with its channels side by side; rows may be apart, as in a slice of a wider tensor."""
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
-
-
 def forward(x: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm ``[T, H]``, and 1 / root mean square ``[T, 1]``."""
-    x, (rows, width) = _rows(x), x.shape
+    x, (rows, width) = channels_together(x), x.shape
     y, inverse = x.new_empty(x.shape, dtype=norm.dtype), x.new_empty(rows, 1, dtype=torch.float32)
     padded, tall, config = _cut(width)
     how = {"H": width, "S": padded, "M": tall, "ROUNDS": norm.rounds}
@@ -96,7 +91,7 @@ def backward(
     wanted: Sequence[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Gradients of the rows and of the weight; None where not wanted."""
-    x, (rows, width) = _rows(x), x.shape
+    x, (rows, width) = channels_together(x), x.shape
     padded, tall, config = _cut(width)
     count = ceil_div(rows, tall)
     tiles = ceil_div(count, _PROGRAMS) if wanted[1] else min(count, 1)
