@@ -94,7 +94,7 @@ def run(folder: Path, command: str, **variables: str) -> subprocess.CompletedPro
         ("halftune schema > /dev/full", (5,), "the disk is full"),
         ("halftune plan --config x.yaml >&-", (0,), ""),
         ("halftune plan --config x.yaml >&- 2>&-", (0,), ""),
-        ("halftune chat gone <&-", (3,), "no such run folder"),
+        ("halftune chat gone <&-", (3,), "[config.not_a_run_folder]"),
         ("halftune train --config gone.yaml --traceback", (2,), "Traceback"),
         ("HALFTUNE_TRACEBACK=1 halftune train --config gone.yaml", (2,), "Traceback"),
     ],

@@ -23,11 +23,11 @@ from halftune.config.sections.training import TrainingSection
 from halftune.core.errors import ConfigError, PlanError, TrainingError
 from halftune.core.optional import version_of
 from halftune.model.adapters import attach_adapter
+from halftune.model.files.target import RESOLVED
 from halftune.model.load.load import load_model
 from halftune.optim import BUILDERS, make_optimizer, show_average
 from halftune.optim.device_side import skipping
 from halftune.train.checkpoint.checkpoint import load_checkpoint, save_checkpoint
-from halftune.train.run_folder.start_or_resume import RESOLVED
 from halftune.train.schedule import make_schedule
 from halftune.train.state import TrainState
 from halftune.train.trainer import train

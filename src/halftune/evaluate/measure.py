@@ -112,7 +112,7 @@ def _of_target(target: Target, asked: Asked, seen: set[tuple[str, ...]]) -> Iter
         with PolicyModel(model).without_adapter():
             made = work.numbers(model, path, path, is_base=True)
         yield made
-    yield work.numbers(model, target.name, str(run.final), is_base=False)
+    yield work.numbers(model, target.name, target.path, is_base=False)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from halftune.core.log import FILE_ONLY, get_logger, log_to
 from halftune.core.processes import heartbeat
 from halftune.core.processes.process import this_process
 from halftune.model.files.result import FINAL, finished_at
+from halftune.model.files.target import RESOLVED
 from halftune.optim import show_average
 from halftune.plan import Plan
 from halftune.train.callback import Callback, CallbackList, Phase, StepMetrics
@@ -27,7 +28,7 @@ from halftune.train.loop.nonfinite import check_weights
 from halftune.train.loop.stepper import Stepper
 from halftune.train.parallel.processes import barrier, sum_over_processes
 from halftune.train.run_folder.lock import locked
-from halftune.train.run_folder.start_or_resume import RESOLVED, completed_message, open_folder, write_intent
+from halftune.train.run_folder.start_or_resume import completed_message, open_folder, write_intent
 from halftune.train.save_restore import restore, save
 from halftune.train.schedule import ends_part, steps_between
 from halftune.train.setup import build

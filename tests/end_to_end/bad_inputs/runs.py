@@ -162,14 +162,14 @@ CASES = (
         "chat with a missing folder",
         command="chat gone",
         code=3,
-        says=("gone", "no such run folder"),
+        says=("gone", "found no file or folder"),
         error=("config.not_a_run_folder",),
     ),
     Case(
         "chat with a folder that is not a run",
         command="chat .",
         code=3,
-        says=("not a run folder",),
+        says=("not one of: a run folder",),
         error=("config.not_a_run_folder",),
     ),
     Case(
@@ -273,7 +273,7 @@ CASES = (
         "export of a missing run",
         command="export gone --output out",
         code=3,
-        says=("no such run folder",),
+        says=("found no file or folder",),
         error=("config.not_a_run_folder",),
     ),
     Case(

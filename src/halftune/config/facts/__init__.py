@@ -3,6 +3,6 @@
 In: a folder or a hub id: config.json, headers of the weights, tokenizer files.
 Out: `ModelFacts`, frozen data from which plans are made.
 Imported by: `attention`, `bench`, `certify`, `cli`, `config.load`, `config.recipe_facts`, `config.rules`,
-    `convert`, `data`, `doctor`, `evaluate`, `export`, `halftune_webui`, `hardware`, `infer`, `model`, `plan`,
+    `convert`, `data`, `doctor`, `export`, `halftune_webui`, `hardware`, `infer`, `model`, `plan`,
     `precision`, `serve`, `train`, `verify`.
 """

@@ -3,5 +3,5 @@
 In: text, ``key=value`` arguments.
 Out: a `Tree`: values, and file and line of each.
 Imported by: `cli`, `config.facts`, `config.load`, `config.render`, `config.rules`, `config.validate`, `convert`,
-    `evaluate`, `export`, `halftune_webui`, `model`.
+    `export`, `halftune_webui`, `model`, `train`.
 """

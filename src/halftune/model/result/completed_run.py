@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,11 +12,10 @@ from halftune.config.facts.folder import check_adapter
 from halftune.config.facts.folder import read_json as read_config
 from halftune.config.facts.model import ModelFacts
 from halftune.config.facts.safetensors_headers import main_format, read_header
-from halftune.config.load import LoadedConfig, load_config, load_run
+from halftune.config.load import LoadedConfig, load_run
 from halftune.config.reading.names import looks_local
 from halftune.config.reading.overrides import COMMAND_LINE
 from halftune.config.recipe_facts import run_facts
-from halftune.config.recipes import find
 from halftune.config.run import RunConfig
 from halftune.config.sections.model import ModelSection
 from halftune.core.choice import Format
@@ -27,6 +25,7 @@ from halftune.core.log import get_logger
 from halftune.hardware import Hardware
 from halftune.hardware.probe import probe
 from halftune.model.files.result import FINAL, check_result
+from halftune.model.files.target import RESOLVED, identify
 from halftune.plan import Plan, resolve
 from halftune.plan.inference import resolve_inference
 
@@ -86,7 +85,7 @@ def open_run(target: str, overrides: Sequence[str] = (), *, packed: bool = False
         ModelError: there is no run, it has no result yet, or the result was modified.
         HalftuneError: this machine cannot run the configuration.
     """
-    folder = _folder(Path(os.path.expanduser(target)))
+    folder = identify(target, "run").path
     loaded = load_run(folder, overrides, look_at_files=False)  # the training data may be absent
     final = folder / FINAL
     is_adapter = (final / "adapter_config.json").is_file()
@@ -131,7 +130,10 @@ def open_checkpoint(checkpoint: Path, overrides: Sequence[str], place: Path) -> 
         ModelError: the checkpoint is not in a run folder.
         HalftuneError: this machine cannot run the configuration.
     """
-    folder = _folder(checkpoint.resolve().parent)
+    folder = checkpoint.resolve().parent
+    if not (folder / RESOLVED).is_file():
+        what, remedy = "the checkpoint lies in no run folder", f"move it into its run folder, beside {RESOLVED}"
+        raise ModelError(what, where=str(checkpoint), remedy=remedy, code="config.not_a_run_folder")
     loaded = load_run(folder, overrides, look_at_files=False)
     plan = _plan(loaded, run_facts(loaded.run), folder, resolve)
     return CompletedRun(loaded, folder, plan, loaded.run.adapter.type != "none", place)
@@ -212,23 +214,3 @@ def _compute_of_training(folder: Path, config: RunConfig) -> str:
     except (OSError, ValueError, LookupError, TypeError):
         return config.precision.compute
     return recorded if recorded in get_args(Format) else config.precision.compute
-
-
-def _folder(target: Path) -> Path:
-    if target.is_dir():
-        for folder in (target, target.parent):
-            if (folder / "resolved.yaml").is_file():
-                return folder
-        remedy = "use a run folder (training.output_dir) or a YAML config"
-        what = "not a run folder (no resolved.yaml)"
-        raise ModelError(what, where=str(target), remedy=remedy, code="config.not_a_run_folder")
-    target = find(target)
-    if not target.is_file():
-        what = "no such run folder or config file"
-        raise ModelError(what, where=str(target), remedy="check the path", code="config.not_a_run_folder")
-    folder = Path(load_config(target, look_at_files=False).run.training.output_dir)
-    if not (folder / "resolved.yaml").is_file():
-        remedy = f"train it first: train --config {target}"
-        what = f"this config has not been trained: no run in {folder}"
-        raise ModelError(what, where=str(target), remedy=remedy, code="model.run_unfinished")
-    return folder

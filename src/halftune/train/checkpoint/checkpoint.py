@@ -25,9 +25,10 @@ from halftune.core.errors import TrainingError
 from halftune.core.log import get_logger
 from halftune.core.manifest import seal
 from halftune.core.processes import heartbeat
+from halftune.model.files.target import OPTIMIZER, STATE, TRAINABLE
 from halftune.model.result.save import load_trainable_state, trainable_state
 from halftune.train.numeric_environment import numeric_environment
-from halftune.train.run_folder.checkpoints import INITIAL, OPTIMIZER, PREFIX, STATE, TRAINABLE, state_of
+from halftune.train.run_folder.checkpoints import INITIAL, PREFIX, state_of
 from halftune.train.run_folder.start_or_resume import check_exists
 from halftune.train.state import TrainState
 

@@ -16,7 +16,7 @@ from halftune.config.facts.safetensors_headers import weight_files
 from halftune.config.run import RunConfig
 from halftune.config.sections.method import Method
 from halftune.config.sections.model import AdapterSection, LoraAdapter, ModelSection
-from halftune.core.errors import ConfigError, ModelError
+from halftune.core.errors import ConfigError, ModelError, TrainingError
 from halftune.core.files import MOST_JSON, read_json
 from halftune.core.log import get_logger
 from halftune.data.pipeline import PreparedData
@@ -140,8 +140,13 @@ def template_date(folder: Path, resume_from: Path | None) -> str | None:
     Raises:
         TrainingError: the checkpoint cannot be read.
     """
-    for checkpoint in [resume_from] if resume_from is not None else checkpoints(folder)[-1:]:
-        made = read_state(checkpoint).get("made_of")
+    for checkpoint in [resume_from] if resume_from is not None else reversed(checkpoints(folder)):
+        try:
+            made = read_state(checkpoint).get("made_of")
+        except TrainingError:
+            if checkpoint == resume_from:
+                raise
+            continue  # all checkpoints of a run have one date
         return made.get("day") if isinstance(made, dict) else None
     return None
 

@@ -47,7 +47,7 @@ def write_result(checkpoint: Path, run: CompletedRun) -> None:
         raise TrainingError(
             f"this is no valid checkpoint: {wrong}",
             where=str(checkpoint),
-            remedy="export another one, or the run",
+            remedy="use another one, or the run",
             code="train.checkpoint_damaged",
         )
     base = base_of_checkpoint(checkpoint)

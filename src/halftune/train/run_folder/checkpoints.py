@@ -15,12 +15,12 @@ from halftune.core.errors import TrainingError
 from halftune.core.files import read_json
 from halftune.core.log import get_logger
 from halftune.core.manifest import MARKER, damage
+from halftune.model.files.target import OPTIMIZER, STATE, TRAINABLE
 
 log = get_logger(__name__)
 
 PREFIX = "checkpoint-"
 _NAMED = re.compile(rf"{PREFIX}(0|[1-9][0-9]*)")  # one name for one step
-TRAINABLE, OPTIMIZER, STATE = "trainable.safetensors", "optimizer.safetensors", "state.json"
 INITIAL = "initial.safetensors"  # the first weights of an adapter that began with a part of the base weights
 MOST_STATE = 1 << 30  # bytes of state.json: random states take some 30 kB a process
 # Facts that an older version did not write.

@@ -15,6 +15,7 @@ from halftune.core.log import get_logger
 from halftune.core.status import NAME as STATUS
 from halftune.core.status import STARTED
 from halftune.model.files.result import FINAL, FINISHED, damage_of_result, finished_at
+from halftune.model.files.target import RESOLVED
 from halftune.plan import Plan, to_dict
 from halftune.train.run_folder.checkpoints import find_damage, folders, newest_valid, state_of
 from halftune.train.run_folder.lock import LOCK
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 ASIDE = "set-aside"
-RESOLVED = "resolved.yaml"
 METRICS = "metrics.jsonl"
 
 

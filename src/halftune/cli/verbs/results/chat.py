@@ -2,6 +2,7 @@
 
 halftune chat runs/quickstart                                 interactive; /help lists the commands
 halftune chat configs/quickstart.yaml                         the same run by its recipe
+halftune chat runs/quickstart/checkpoint-40                   a checkpoint; also an adapter or model folder
 halftune chat runs/quickstart --prompt "How wide is bf16?"    print one answer and exit
 halftune chat runs/quickstart --prompt "..." --base           the base model's answer
 halftune chat runs/vision --image cat.jpg --prompt "What is this?"
@@ -13,11 +14,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from halftune.core import log
 from halftune.core.errors import ConfigError, ModelError
 from halftune.core.optional import quick_imports
+from halftune.core.processes.signals import unwound_by_signals
 
 if TYPE_CHECKING:
     from halftune.model.result.completed_run import CompletedRun
@@ -25,7 +29,9 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``halftune chat``."""
-    parser.add_argument("run", metavar="RUN_DIR_OR_CONFIG", help="a run folder, or the YAML file of a finished run")
+    parser.add_argument(
+        "run", metavar="RUN", help="a run folder, its YAML file, a checkpoint, an adapter folder or a model folder"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration, for this chat")
     parser.add_argument("--prompt", metavar="TEXT", help="answer this once and exit; - reads standard input")
     parser.add_argument(
@@ -46,11 +52,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Open the run and plan without torch, then load the model and answer."""
-    from halftune.model.result.completed_run import open_run
+    from halftune.train.checkpoint.open_target import open_target
 
     text = _prompt(args)
     log.configure()
-    finished = open_run(args.run, args.overrides)
+    with unwound_by_signals(), TemporaryDirectory() as scratch:
+        finished, _ = open_target(args.run, args.overrides, Path(scratch) / "final")
+        return _chat(args, text, finished)
+
+
+def _chat(args: argparse.Namespace, text: str | None, finished: CompletedRun) -> int:
     if finished.plan.method.head.value == "score":
         what = "the result is a reward model, which scores answers and generates no text"
         remedy = "load it with transformers' AutoModelForSequenceClassification"

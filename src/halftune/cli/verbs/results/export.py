@@ -28,7 +28,7 @@ from halftune.core.optional import UNUSED, quick_imports
 from halftune.core.processes.signals import unwound_by_signals
 from halftune.core.status import StatusFile, reported
 from halftune.export.options import GgufType, Options, Quantised
-from halftune.train.run_folder.checkpoints import STATE, state_of
+from halftune.train.run_folder.checkpoints import state_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,19 +61,20 @@ def run(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace, status: StatusFile | None) -> int:
     from halftune.export.output import check_output, inputs_of
+    from halftune.model.files.target import identify
     from halftune.model.result.completed_run import open_checkpoint, open_run
 
     log.configure()
-    output, target = Path(os.path.expanduser(args.output)), Path(os.path.expanduser(args.run))
+    output, target = Path(os.path.expanduser(args.output)), identify(args.run, "run", "checkpoint")
     options = _options(args, output)
     with ExitStack() as stack:
-        if at_checkpoint := (target / STATE).is_file():
+        if at_checkpoint := target.kind == "checkpoint":
             output.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(unwound_by_signals())
             scratch = stack.enter_context(TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-"))
-            finished = open_checkpoint(target, args.overrides, Path(scratch) / "final")
+            finished = open_checkpoint(target.path, args.overrides, Path(scratch) / "final")
         else:
-            finished = open_run(args.run, args.overrides)
+            finished = open_run(str(target.path), args.overrides)
         if args.push is not None:
             from halftune.export.push import check_push
 
@@ -90,8 +91,8 @@ def _export(args: argparse.Namespace, status: StatusFile | None) -> int:
 
         if at_checkpoint:
             progress("loading")
-            write_result(target, finished)
-            finished = replace(finished, step=state_of(target)["step"])
+            write_result(target.path, finished)
+            finished = replace(finished, step=state_of(target.path)["step"])
         lines = export_target(finished, options, force=args.force, progress=progress)
     print("\n".join(lines))
     if args.push is not None:

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         what = "name a run, or a model with --reference" if args.run is None else "a run and --reference"
         remedy = "for example: halftune verify runs/mine --against models/mine"
         raise ConfigError(what, remedy=remedy, code="verify.no_reference")
-    folder = _result(args.run) if args.run else Path(os.path.expanduser(args.reference))
+    folder = _result(args.run) if args.run else _folder(args.reference)
     with quick_imports(UNUSED if _is_quantised(args.against) else ()):
         from halftune.verify.reference import open_reference
     report = _compared(open_reference(folder, args.base), args)
@@ -65,20 +65,25 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.same else DIFFERS
 
 
-def _result(target: str) -> Path:
-    """The folder of a run's result, which is checked; or of an export with probes."""
+def _result(given: str) -> Path:
+    """The folder of a run's result, which is checked; or of an export with probes.
+
+    Raises:
+        HalftuneError: it is neither.
+    """
     from halftune.model.files.result import check_written
+    from halftune.model.files.target import identify
     from halftune.model.result.completed_run import open_run
     from halftune.verify.probes import PROBES
 
-    folder = Path(os.path.expanduser(target))
-    if (folder / "checkpoint.json").is_file():
-        what, remedy = "a checkpoint has no probes", f"halftune export {target} --output DIR, then --reference DIR"
-        raise ConfigError(what, where=target, remedy=remedy, code="verify.no_reference")
-    if (folder / PROBES).is_file():
-        check_written(folder, thorough=True)
-        return folder
-    return open_run(target).final
+    target = identify(given, "run", "adapter", "model")
+    if target.kind == "run":
+        return open_run(str(target.path)).final
+    if not (target.path / PROBES).is_file():
+        what, remedy = f"{target.kind} without {PROBES}", f"use --reference {given}"
+        raise ConfigError(what, where=given, remedy=remedy, code="verify.no_reference")
+    check_written(target.path, thorough=True)
+    return target.path
 
 
 def _compared(reference: Reference, args: argparse.Namespace) -> Report:
@@ -93,16 +98,16 @@ def _compared(reference: Reference, args: argparse.Namespace) -> Report:
         from halftune.verify.targets.server import ServerTarget
 
         target = ServerTarget(against, args.model, args.api_key_env)
-    elif (file := _gguf(_existing(against))) is not None:
+    elif (path := _folder(against)).suffix == ".gguf" and path.is_file():
         from halftune.verify.targets.gguf import GgufTarget
 
-        target = GgufTarget(file, reference.probes)
+        target = GgufTarget(path, reference.probes)
         weights = target.settings(reference.folder, reference.base)
     else:
         from halftune.verify.targets.folder import FolderTarget
         from halftune.verify.weights import compare_weights
 
-        target = FolderTarget(_existing(against), reference.base if args.base else "")
+        target = FolderTarget(path, reference.base if args.base else "")
         weights, skipped = compare_weights(
             reference.folder, target, args.base, quantised=bool(reference.probes.weights)
         )
@@ -111,25 +116,22 @@ def _compared(reference: Reference, args: argparse.Namespace) -> Report:
     return compare(reference.probes, target, tokenizer, name, weights, skipped, media=own is not None)
 
 
-def _existing(against: str) -> Path:
-    path = Path(os.path.expanduser(against))
-    if not path.exists():
-        remedy = "name a folder, a .gguf file, or an address that begins with http://"
-        raise ConfigError("no such file or folder", where=against, remedy=remedy, code="verify.target_unusable")
-    return path / "final" if (path / "resolved.yaml").is_file() else path  # of a run: its result
+def _folder(given: str) -> Path:
+    """The folder of a model or adapter, or a GGUF file; of a run: its result.
+
+    Raises:
+        HalftuneError: it is none of these.
+    """
+    from halftune.model.files.result import FINAL
+    from halftune.model.files.target import identify
+
+    target = identify(given, "run", "adapter", "model", "gguf")
+    return target.path / FINAL if target.kind == "run" else target.path
 
 
 def _is_quantised(against: str) -> bool:
     folder = Path(os.path.expanduser(against))
     return (folder / "config.json").is_file() and "quantization_config" in read_json(folder / "config.json")
-
-
-def _gguf(path: Path) -> Path | None:
-    """The GGUF file that is named, or the only one of a folder without another model."""
-    if path.is_dir() and not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
-        found = sorted(path.glob("*.gguf"))
-        return found[0] if len(found) == 1 else None
-    return path if path.suffix == ".gguf" else None
 
 
 def _table(report: Report) -> str:
