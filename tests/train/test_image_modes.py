@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import io
+import json
 import struct
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageCms, ImageOps
-from tiny_images import KINDS, image_model, write_rows
-from tiny_images import asked as row_of
+from test_images import fed, recipe
+from tiny_images import KINDS, asked, image_model
 from transformers import AutoTokenizer
 
-from halftune.cli import main
-from halftune.core import disk_cache
+from halftune.core.errors import DataError
+from halftune.data.media.preview import MediaPreview
 from halftune.data.media.processor import MediaProcessor, MediaSettings
 from halftune.data.media.reference import BadMedia, decode, refer
 
@@ -62,6 +63,7 @@ def wide(*channels: int) -> np.ndarray:
     return (_EIGHT[..., channels].astype(">u2") << 8) + 77
 
 
+# transformers ignores profiles: this one would change each pixel
 PROFILE = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")).tobytes()
 FILES: dict[str, bytes] = {
     **{f"png {mode}": saved(RGBA.convert(mode), "PNG") for mode in ("1", "L", "LA", "RGB", "RGBA")},
@@ -150,3 +152,21 @@ def test_pixels_without_a_known_white_are_refused(name: str) -> None:
     assert Image.open(io.BytesIO(REFUSED[name])).size == _SIDES
     with pytest.raises(BadMedia):
         refer(REFUSED[name], None)
+
+
+def test_a_run_names_what_it_refuses(tmp_path: Path) -> None:
+    (tmp_path / "a.tif").write_bytes(REFUSED["floats"])
+    (tmp_path / "rows.jsonl").write_text(json.dumps(asked("<image>What?", images=("a.tif",))) + "\n")
+    with pytest.raises(DataError) as caught:
+        fed(*recipe(tmp_path, "llava"))
+    assert caught.value.code == "data.bad_media"
+    assert "mode F" in caught.value.what
+
+
+def test_a_preview_is_what_the_model_sees(tmp_path: Path) -> None:
+    image_model(tmp_path, "llava")
+    shown = MediaPreview(MediaSettings(str(tmp_path), "llava", ""), AutoTokenizer.from_pretrained(tmp_path))
+    refs = [refer(one, None) for one in (FILES["webp RGBA"], SIXTEEN["tiff"])]
+    for ref, medium in zip(refs, shown.as_data(refs), strict=True):
+        copy = Image.open(io.BytesIO(base64.b64decode(medium["preview"].partition(",")[2])))
+        assert copy.tobytes() == decode(ref).tobytes()
