@@ -6,9 +6,7 @@ import numpy as np
 from PIL import Image
 
 _EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "LAB")
-_BITS, _PHOTOMETRIC = 0x0102, 0x0106  # tags of a TIFF
-_BLACK_IS_ZERO = ((16,), 1)
-_REMEDY = "save it with 8 bits per channel"
+_BITS, _PHOTOMETRIC, _BLACK_IS_ZERO = 0x0102, 0x0106, 1  # tags of a TIFF, and a value of the second
 
 
 def unread(image: Image.Image) -> str:
@@ -17,15 +15,16 @@ def unread(image: Image.Image) -> str:
     Args:
         image: as it was opened, not yet decoded.
     """
-    keyed = image.format == "PNG" and image.mode != "P" and "transparency" in image.info
-    if keyed and ";" in str(image.tile):  # Pillow scales the pixels, not the key
-        return f"it has a transparent colour and pixels of another depth than 8 bits; {_REMEDY}"
+    # Pillow scales pixels of 2, 4 and 16 bits, not the transparent colour
+    keyed = image.format == "PNG" and image.mode != "P" and "transparency" in image.info and ";" in str(image.tile)
     # Pillow 10 opens a 16-bit PNG in mode I
     sixteen = image.mode in ("I;16", "I;16B") or (image.mode, image.format) == ("I", "PNG")
-    tags = getattr(image, "tag_v2", {_BITS: (16,), _PHOTOMETRIC: 1})
-    if image.mode in _EIGHT_BITS or (sixteen and (tags.get(_BITS), tags.get(_PHOTOMETRIC)) == _BLACK_IS_ZERO):
+    tags = getattr(image, "tag_v2", {})
+    plain = tags.get(_BITS, (16,)) == (16,) and tags.get(_PHOTOMETRIC, 1) == _BLACK_IS_ZERO
+    if not keyed and (image.mode in _EIGHT_BITS or (sixteen and plain)):
         return ""
-    return f"its pixels cannot be scaled to 8 bits (mode {image.mode}); {_REMEDY}"
+    kind = f"mode {image.mode}" + keyed * " with a transparent colour"
+    return f"its pixels cannot be scaled to 8 bits ({kind}); save it with 8 bits per channel"
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
