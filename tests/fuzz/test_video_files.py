@@ -70,6 +70,32 @@ def test_a_gif_is_read_without_packages(tmp_path: Path, monkeypatch: pytest.Monk
         examine(b"RIFF")
 
 
+def gif(pages: list[Image.Image], times: int | list[int]) -> bytes:
+    """A GIF of pages, each shown for its time in ms."""
+    stream = io.BytesIO()
+    pages[0].save(stream, "GIF", save_all=True, append_images=pages[1:], duration=times)
+    return stream.getvalue()
+
+
+def test_a_gif_of_uneven_times_is_a_film_of_their_unit() -> None:
+    shades = [0, 50, 100, 150]
+    content = gif([Image.new("L", (8, 6), shade) for shade in shades], [100, 250, 50, 300])
+    found = examine(content)
+    assert (found.frames, found.fps) == (14, 20)
+    shown = [0] * 2 + [50] * 5 + [100] + [150] * 6
+    assert [int(one.max()) for one in decoded(content, range(14))] == shown
+    assert [int(one.max()) for one in decoded(content, [1, 6, 7, 13])] == [0, 50, 100, 150]
+
+
+def test_what_is_transparent_in_a_gif_is_white() -> None:
+    pages = [Image.new("RGBA", (32, 16), (0, 0, 0, 0)) for _ in range(3)]
+    for number, page in enumerate(pages):
+        page.paste((255, 0, 0, 255), (8 * number, 0, 8 * number + 8, 8))
+    frames = list(decoded(gif(pages, 100), range(3)))
+    assert [one[12, 28].tolist() for one in frames] == [[255, 255, 255]] * 3
+    assert [one[4, 8 * number + 4].tolist() for number, one in enumerate(frames)] == [[255, 0, 0]] * 3
+
+
 def test_a_film_that_is_turned_is_seen_upright() -> None:
     av = pytest.importorskip("av")
     stream = io.BytesIO()

@@ -60,6 +60,25 @@ def load_tokenizer_id(folder: Path) -> int:
     return AutoTokenizer.from_pretrained(folder / "model").convert_tokens_to_ids("<|audio|>")
 
 
+@pytest.mark.parametrize("rate", [16_000, 44_100])
+@pytest.mark.parametrize("channels", [1, 2, 6])
+@pytest.mark.parametrize("form", ["PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE"])
+def test_samples_are_those_of_librosa(
+    form: str, channels: int, rate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``librosa.load``, as transformers loads a sound: soundfile, the mean of the channels, soxr."""
+    soundfile, soxr = pytest.importorskip("soundfile"), pytest.importorskip("soxr")
+    integers, file = form.startswith("PCM"), tmp_path / "a.wav"
+    loud = 0.9 if integers else 2.0
+    soundfile.write(file, np.random.default_rng(0).uniform(-loud, loud, (4000, channels)), rate, subtype=form)
+    expected = soundfile.read(file, dtype="float32", always_2d=True)[0].mean(axis=1)
+    expected = expected if rate == 16_000 else soxr.resample(expected, rate, 16_000)
+    assert np.array_equal(sound(file)[: len(expected)], expected)
+    if integers:
+        monkeypatch.setattr("halftune.data.media.sound.find_spec", lambda _: None)
+        assert np.array_equal(sound(file)[: len(expected)], expected)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_samples_of_a_run_have_sounds(tmp_path: Path) -> None:
     """The answers are those of a chat; the report plays the sounds."""

@@ -22,6 +22,7 @@ from halftune.model.load.load import load_model
 from halftune.model.policy.policy import PolicyModel
 from halftune.model.tokenizer.tokenizer import load_tokenizer
 from halftune.precision.dtypes import autocast
+from halftune.train.batches import frozen_towers
 from halftune.train.batches.features import FeatureProcessor, with_features
 from halftune.train.batches.feed import Feed
 from halftune.train.trainer import train
@@ -113,7 +114,7 @@ def test_damaged_features_are_computed_again(tmp_path: Path, cache: Path, caplog
     assert sum("corrupt features" in record.message for record in caplog.records) == 2
 
 
-def test_the_key_is_of_image_tower_and_size(tmp_path: Path, cache: Path) -> None:
+def test_the_key_is_of_image_tower_size_and_code(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, plan = recipe(tmp_path, "qwen2_5_vl", data={"cache_features": True})
     made(loaded, plan)
     first = {path.parents[1] for path in cache.rglob("*.features")}
@@ -132,6 +133,9 @@ def test_the_key_is_of_image_tower_and_size(tmp_path: Path, cache: Path) -> None
         base.save_pretrained(tmp_path / "model")
     made(loaded, plan)
     assert len({path.parents[1] for path in cache.rglob("*.features")}) == 4
+    monkeypatch.setattr(frozen_towers, "code_of", lambda folder: f"older {folder.name}")  # other pixels of a file
+    made(loaded, plan)
+    assert len({path.parents[1] for path in cache.rglob("*.features")}) == 5
 
 
 OFF: dict[str, dict[str, Any]] = {

@@ -12,6 +12,7 @@ import pytest
 from process_group import apart, curve, in_processes, train_all
 
 from halftune.core.errors import TrainingError
+from halftune.train import reference
 from halftune.train.reference import _load
 from halftune.train.trainer import train
 
@@ -55,6 +56,15 @@ def test_precomputed_is_adapter_off(of: Any, packing: str) -> None:
     settings = (f"data.packing={packing}", "adapter.dropout=0.1", BATCH.format(3))
     off = train(*of("off", "method=dpo", *settings)).folder
     assert near(train(*of("computed", f"method={PRECOMPUTED}", *settings)).folder, off)
+
+
+def test_older_code_of_media_has_computed_another_reference(
+    of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for code in ("older", "newer"):
+        monkeypatch.setattr(reference, "code_of", lambda folder, code=code: f"{code} {folder.name}")
+        train(*of(code, f"method={PRECOMPUTED}", "training.max_steps=1", "training.save_steps=1"))
+    assert len(list((tmp_path / "cache" / "reference").glob("*/values.npy"))) == 4  # of training and evaluation
 
 
 def test_precomputed_is_adapter_off_for_groups(of: Any, tmp_path: Path) -> None:

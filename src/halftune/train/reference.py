@@ -19,6 +19,7 @@ from halftune.core.errors import TrainingError
 from halftune.core.log import get_logger
 from halftune.data.batch import Batch
 from halftune.data.order.split import TokenizedSplit
+from halftune.data.pipeline import PACKAGE, code_of
 from halftune.model.policy.policy import PolicyModel
 from halftune.plan import to_dict
 from halftune.train.batches.feed import Feed
@@ -107,6 +108,7 @@ def _key(run: TrainState, split: TokenizedSplit) -> str:
     start = {
         "versions": [__version__, torch.__version__],
         "inputs": [run.inputs["model"]["files"], run.inputs["adapter"]],
+        "code": code_of(PACKAGE / "media"),
         "media": [run.inputs["processor"], config.data.image_min_pixels, config.data.image_max_pixels],
         "sections": [
             config.model.model_dump(mode="json"),

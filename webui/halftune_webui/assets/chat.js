@@ -111,7 +111,10 @@ async function picture(one) {
   if (one.size <= LARGE) return asUrl(one);
   const scale = Math.min(1, SIDE / Math.max(bitmap.width, bitmap.height));
   const canvas = make('canvas', {width: Math.round(bitmap.width * scale), height: Math.round(bitmap.height * scale)});
-  canvas.getContext('2d').drawImage(bitmap, 0, 0, canvas.width, canvas.height);
+  const pen = canvas.getContext('2d');
+  pen.fillStyle = 'white';  // JPEG has no transparency
+  pen.fillRect(0, 0, canvas.width, canvas.height);
+  pen.drawImage(bitmap, 0, 0, canvas.width, canvas.height);
   return canvas.toDataURL('image/jpeg', 0.92);
 }
 // Whatever the browser plays, as 16-bit WAV of one channel.

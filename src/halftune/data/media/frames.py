@@ -6,6 +6,7 @@ PyAV reads MP4, MOV, WebM, Matroska and AVI; Pillow reads GIF.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import numpy as np
 from PIL import Image
 
 from halftune.core.optional import need
+from halftune.data.media.colours import to_rgb
 
 FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi"  # no playlists, which name other files
 MOST_FRAMES, MOST_SECONDS = 1 << 19, 4 * 3600
@@ -36,7 +38,7 @@ class Film:
 
     Attributes:
         width, height: of a frame in pixels, rotated as the file asks.
-        frames: that are shown.
+        frames: that are shown; of a GIF one for each unit of time that divides the times of all.
         fps: shown per second, on average.
     """
 
@@ -213,7 +215,8 @@ def _gif(encoded: bytes) -> Film:
     width, height = (int.from_bytes(encoded[place : place + 2], "little") for place in (6, 8))
     if not 0 < width * height <= MOST_PIXELS:
         raise NotVideo(f"{width:,} × {height:,} pixels; at least 1, at most {MOST_PIXELS:,}")
-    return Film(width, height, len(delays), 100 * len(delays) / sum(delays) if delays else 0)
+    unit = math.gcd(*delays) or 1
+    return Film(width, height, sum(delays) // unit, 100 / unit)
 
 
 def _delays(encoded: bytes) -> Iterator[int]:
@@ -246,10 +249,12 @@ def _table(flags: int) -> int:
 
 def _gif_frames(encoded: bytes, wanted: Sequence[int]) -> Iterator[np.ndarray]:
     try:
+        delays = list(_delays(encoded))
+        ends = np.cumsum(delays) // math.gcd(*delays)
         with Image.open(io.BytesIO(encoded), formats=["GIF"]) as image:
             for number in wanted:
-                image.seek(number)
-                yield np.array(image.convert("RGB"))
+                image.seek(int(np.searchsorted(ends, number, side="right")))
+                yield np.array(to_rgb(image))
     except NotVideo:
         raise
     except Exception as error:  # a decoder raises whatever a damaged file leads it to

@@ -20,6 +20,7 @@ from PIL import Image, ImageOps
 from PIL.TiffImagePlugin import TiffImageFile
 
 from halftune.core.files import read_limited
+from halftune.data.media.colours import to_rgb, unread
 from halftune.data.media.frames import NotVideo, examine
 from halftune.data.media.sound import NotSound, header
 from halftune.data.store import TokenStore
@@ -257,7 +258,7 @@ def _opened(encoded: bytes, path: str) -> Iterator[Image.Image]:
     """The image, not yet decoded.
 
     Raises:
-        BadMedia: not an image, without pixels, with too many, or, inside, damaged.
+        BadMedia: not an image, without pixels, with too many, of a mode without RGB, or, inside, damaged.
     """
     name = path or "the image in the row"
     try:
@@ -270,6 +271,8 @@ def _opened(encoded: bytes, path: str) -> Iterator[Image.Image]:
                 raise BadMedia(f"{name}: no pixels")
             if Image.MAX_IMAGE_PIXELS is not None and pixels > Image.MAX_IMAGE_PIXELS:
                 raise BadMedia(f"{name}: {pixels:,} pixels, more than {Image.MAX_IMAGE_PIXELS:,}")
+            if reason := unread(image):
+                raise BadMedia(f"{name}: {reason}")
             yield image
     except Image.DecompressionBombError as error:
         raise BadMedia(f"{name}: more than {Image.MAX_IMAGE_PIXELS:,} pixels") from error
@@ -292,14 +295,14 @@ def read_content(ref: MediaRef) -> bytes:
 
 
 def decode(ref: MediaRef) -> Image.Image:
-    """The image in RGB, rotated as EXIF says.
+    """The image in RGB, on white, rotated as EXIF says.
 
     Raises:
         BadMedia: it cannot be read, is damaged, or changed since it was tokenised.
     """
     encoded = read_content(ref)
     with _opened(encoded, ref.path) as image:
-        made = ImageOps.exif_transpose(image).convert("RGB")
+        made = to_rgb(ImageOps.exif_transpose(image))
     if made.size != (ref.width, ref.height):
         raise BadMedia(f"{ref.path or 'the image in the row'}: its header gives another size than its pixels")
     return made

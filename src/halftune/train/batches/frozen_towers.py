@@ -25,6 +25,7 @@ from halftune import __version__
 from halftune.core.optional import version_of
 from halftune.core.processes import heartbeat
 from halftune.data.media.processor import MediaProcessor
+from halftune.data.pipeline import PACKAGE, code_of
 from halftune.model.load.towers import towers_of
 from halftune.plan import Plan
 from halftune.precision.dtypes import autocast, torch_dtype
@@ -111,6 +112,7 @@ class FrozenTowers:
         precision, device = self.plan.precision, next(self.model.parameters()).device.type
         made_with = {
             "halftune": __version__,
+            "code": code_of(PACKAGE / "media"),
             "packages": (torch.__version__, transformers.__version__, PIL.__version__, *_resizer(processor)),
             "processor": (processor.settings.processor, processor.settings.model_type),
             "pixels": (processor.settings.min_pixels, processor.settings.max_pixels),
