@@ -15,9 +15,9 @@ from halftune.data.formats.conversation import Conversation, Format, Rated, RowD
 
 LABELS = ("label", "kto_tag")
 _FLAGS = {True: True, False: False, "true": True, "false": False}  # True and False are 1 and 0, too
-_FORMS = (  # format, the column of its answer, its columns
-    ("prompt_completion", "completion", ("prompt", "completion")),
-    ("alpaca", "output", ("instruction", "input", "output", "history")),
+_FORMS = (  # formats and their columns, the answer's first
+    ("prompt_completion", ("completion", "prompt")),
+    ("alpaca", ("output", "instruction", "input", "history")),
 )
 _PLACES = ("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "history")
 
@@ -45,11 +45,10 @@ def _good(row: Mapping[str, Any]) -> bool:
 
 
 def _conversation(row: Mapping[str, Any]) -> Conversation:
-    for name, answer, columns in _FORMS:
-        if row.get(answer) is not None:
-            made = load_format(name).read(row)
-            assert isinstance(made, Conversation)
-            break
+    form, columns = next(((form, columns) for form, columns in _FORMS if row.get(columns[0]) is not None), ("", ()))
+    if form:
+        made = load_format(form).read(row)
+        assert isinstance(made, Conversation)
     else:
         columns = next(((name,) for name in ("messages", "conversations") if row.get(name)), ())
         if not columns:

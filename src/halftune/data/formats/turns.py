@@ -178,7 +178,9 @@ def _stands_in(content: str, reasoning: str, where: str) -> bool:
     if block and block[2].strip() == reasoning.strip():
         return True
     if block and block[1]:
-        raise RowError(f"{where}: reasoning in the content ({block[1]}) and other reasoning beside it", "keep one of them")
+        raise RowError(
+            f"{where}: reasoning in the content ({block[1]}) and other reasoning beside it", "keep one of them"
+        )
     return False
 
 
