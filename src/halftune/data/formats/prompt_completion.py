@@ -35,7 +35,7 @@ def _messages(row: Mapping[str, Any], column: str, role: str) -> list[Any]:
     value = row.get(column)
     if isinstance(value, list | tuple):
         return list(value)
-    return [] if fields.is_missing(value) else [{"role": role, "content": fields.text(row, column)}]
+    return [] if fields.is_empty(value) else [{"role": role, "content": fields.text(row, column)}]
 
 
 FORMAT = Format("prompt_completion", ("prompt", "completion"), ("system", "tools"), _read)

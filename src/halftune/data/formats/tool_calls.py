@@ -27,10 +27,13 @@ def _call(value: Any, where: str) -> dict[str, Any]:
     function = (value.get("function") or value) if isinstance(value, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RowError(f"{where}: a tool call needs a name and arguments")
-    if value.get("function"):
+    known = {"name", *ARGUMENTS}
+    if function is not value:
         named = {"name"} if value.get("name") == function["name"] else set()
         fields.refuse_unread(value, {"function", *_ABOUT, *named}, f"{where}: tool call")
-    fields.refuse_unread(function, {"name", "function", *ARGUMENTS, *_ABOUT}, f"{where}: tool call")
+    else:
+        known |= {"function", *_ABOUT}
+    fields.refuse_unread(function, known, f"{where}: tool call")
     call: dict[str, Any] = {
         "type": "function",
         "function": {"name": function["name"], "arguments": _arguments(function, where)},
