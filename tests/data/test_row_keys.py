@@ -101,7 +101,7 @@ FORMS: dict[str, tuple[RecordName, tuple[str, ...], Callable[..., Row]]] = {
     "messages: call": ("conversation", CALL_KEYS, lambda **keys: messages(calling(**keys))),
     "messages: function": (
         "conversation",
-        CALL_KEYS,
+        tuple(key for key in CALL_KEYS if key != "id"),
         lambda **keys: messages(answer(tool_calls=[{"type": "function", "function": {"name": "f", **keys}}])),
     ),
     "messages: around a function": (

@@ -28,9 +28,8 @@ from halftune.core.errors import ConfigError
 from halftune.core.log import get_logger
 from halftune.data.encode.offset_tokenizer import backend_json
 from halftune.data.encode.settings import Settings, settings_of
-from halftune.data.formats.bad_row import bad_row
 from halftune.data.formats.conversation import BadRow
-from halftune.data.formats.detect import detect_for
+from halftune.data.formats.detect import bad_row, detect_for
 from halftune.data.order.split import TokenizedSplit, choose_rows, contents, efficiency, hold_out, weigh, without_copies
 from halftune.data.report import LEFT_OVER, Count, DataReport, SourceReport, histogram, nothing_left, remedy_of
 from halftune.data.sources.source import Rows, Source, TakenRows, open_source

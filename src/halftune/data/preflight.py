@@ -13,9 +13,8 @@ from halftune.config.facts.folder import fitting_template, has_chat_template
 from halftune.config.run import RunConfig
 from halftune.config.sections.data import SourceSection
 from halftune.config.sections.model import ModelSection
-from halftune.data.formats.bad_row import bad_row
 from halftune.data.formats.conversation import BadRow, Record, RowDropped, RowError, no_chat_template
-from halftune.data.formats.detect import Reading, detect_for
+from halftune.data.formats.detect import Reading, bad_row, detect_for
 from halftune.data.formats.fields import with_nulls
 from halftune.data.order.split import choose_rows, count_held_out
 from halftune.data.readers.files import ending, read_file

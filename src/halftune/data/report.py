@@ -34,7 +34,6 @@ _REMEDIES = (  # parts of the reasons that the recipe or the chat template cause
     ("omit", f"the rows are right: set data.on_lost_text: warn, or {_OTHER}"),
     ("it is not trained", f"the rows are right: set data.on_lost_text: warn, or {_OTHER}"),
     ("chat template", f"the rows are right: set {_OTHER}"),
-    ("not found in the rendering", f"the rows are right: set {_OTHER}"),
 )
 BAR = 40  # characters of the longest histogram bar
 

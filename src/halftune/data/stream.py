@@ -25,9 +25,8 @@ from halftune.core.files import open_input
 from halftune.core.log import get_logger
 from halftune.data.encode.settings import Settings
 from halftune.data.encode.workers import CHUNK, make_row_tokenizer
-from halftune.data.formats.bad_row import bad_row
 from halftune.data.formats.conversation import BadRow
-from halftune.data.formats.detect import detect_for
+from halftune.data.formats.detect import bad_row, detect_for
 from halftune.data.order.split import TokenizedSplit
 from halftune.data.readers.files import ending, read_file
 from halftune.data.readers.json_lines import line_rows

@@ -27,12 +27,11 @@ def _read(row: Mapping[str, Any]) -> Preference:
         before = []
     elif not before:
         raise RowError("answers without a prompt", "add a prompt column, or use whole conversations")
-    notes = fields.unread(row, given[1:] if before else given)
     pair = [
-        replace(made, notes=(*made.notes, *notes))
-        for name, answer in answers.items()
-        for made in [turns.conversation([*before, *answer], row, f"prompt and {name}", len(before))]
+        turns.conversation([*before, *one], row, f"prompt and {name}", len(before)) for name, one in answers.items()
     ]
+    notes = fields.unread(row, given[1:] if before else given)
+    pair[0] = replace(pair[0], notes=(*pair[0].notes, *notes))
     first = _common(pair[0], pair[1])
     if first == len(pair[0].messages) == len(pair[1].messages):
         raise RowDropped("chosen and rejected are identical")

@@ -27,19 +27,12 @@ def _call(value: Any, where: str) -> dict[str, Any]:
     function = (value.get("function") or value) if isinstance(value, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RowError(f"{where}: a tool call needs a name and arguments")
-    known = {"name", *ARGUMENTS}
     if function is not value:
-        named = {"name"} if value.get("name") == function["name"] else set()
-        fields.refuse_unread(value, {"function", *_ABOUT, *named}, f"{where}: tool call")
-    else:
-        known |= {"function", *_ABOUT}
-    fields.refuse_unread(function, known, f"{where}: tool call")
-    call: dict[str, Any] = {
-        "type": "function",
-        "function": {"name": function["name"], "arguments": _arguments(function, where)},
-    }
+        fields.refuse_unread(value, {"function", *_ABOUT}, f"{where}: tool call")
+    fields.refuse_unread(function, {"name", "function", *ARGUMENTS, *_ABOUT}, f"{where}: tool call")
+    found = {"name": function["name"], "arguments": _arguments(function, where)}
     given = next((text for key in ("id", "call_id") if (text := fields.text(value, key, f"{where}: "))), "")
-    return {"id": given, **call} if given else call
+    return {**({"id": given} if given else {}), "type": "function", "function": found}
 
 
 def _arguments(function: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -66,17 +66,18 @@ def conversation(turns: Any, row: Mapping[str, Any], column: str, before: int = 
     messages, train = list[dict[str, Any]](), list[bool | None]()
     unknown: set[str] = set()
     for number, turn in enumerate(turns, start=1):
-        message, wish, called = _plain(turn), None, False
+        message, wish, continues = _plain(turn), None, False
         if message is None:
             where = f"message {number}"
             if not isinstance(turn, Mapping):
                 raise RowError(f"{where}: expected an object with role and content")
             message, wish = _message(turn, where), fields.flag(turn, where)
             unknown |= _unknown_keys(turn, message, where)
-            called = ROLES[turn[_keys(turn)[0]]] == "function_call"
+            # reasoning between an answer and its calls would change its place
+            continues = ROLES[turn[_keys(turn)[0]]] == "function_call" and "reasoning_content" not in message
         if number <= before and message["role"] == "assistant":
             wish = False
-        if called and train and train[-1] == wish and _continues(messages[-1], message):
+        if continues and messages and messages[-1]["role"] == "assistant" and train[-1] == wish:
             earlier = messages[-1].get("tool_calls", [])
             messages[-1] = {**message, **messages[-1], "tool_calls": [*earlier, *message["tool_calls"]]}
             continue
@@ -91,11 +92,6 @@ def conversation(turns: Any, row: Mapping[str, Any], column: str, before: int = 
     if not any(message["role"] == "assistant" for message in messages):
         raise RowDropped("no assistant turn")
     return Conversation(messages, fields.tools(row), tuple(train), notes)
-
-
-def _continues(answer: Mapping[str, Any], call: Mapping[str, Any]) -> bool:
-    """Whether a turn of calls belongs to the answer before it; reasoning between them would change its place."""
-    return answer["role"] == "assistant" and "reasoning_content" not in call
 
 
 def train_from(made: Conversation, first: int) -> Conversation:
@@ -178,9 +174,7 @@ def _stands_in(content: str, reasoning: str, where: str) -> bool:
     if block and block[2].strip() == reasoning.strip():
         return True
     if block and block[1]:
-        raise RowError(
-            f"{where}: reasoning in the content ({block[1]}) and other reasoning beside it", "keep one of them"
-        )
+        raise RowError(f"{where}: {block[1]} in the content, and other reasoning beside it", "keep one of them")
     return False
 
 

@@ -149,7 +149,7 @@ def _untrained(
         return ()
     places = text_ranges(template, messages, tools, text)
     if not all(index in places for index in marked):
-        raise RowDropped("a message with train: false was not found in the rendering")
+        raise RowDropped("the chat template rewrites a message with train: false: it was not found in the rendering")
     return tuple(places[index] for index in marked)
 
 
