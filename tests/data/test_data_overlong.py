@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from halftune.core.errors import DataError
+from halftune.data.encode.tokenize import EQUAL, EQUAL_CUT
 from halftune.data.encode.truncate import CUT, EARLIER, LATER, answers_in_proportion, in_proportion, keep_start
 from halftune.data.formats.conversation import RowDropped
 from halftune.data.pipeline import prepare
@@ -281,3 +282,30 @@ def test_the_line_break_after_an_answer_is_trained_on_request(tokenizer, make_co
     rows = [{"messages": [user("Why?"), assistant("It is four."), user("And?"), assistant("Four.")]}]
     sample = prepare(make_config(write(rows), method=method), tokenizer).train.example(0).segments[0]
     assert tokenizer.decode(sample.input_ids[sample.loss_mask]) == f"It is four.{END}\nFour.{END}\n"
+
+
+WORDS = " ".join(f"word{number}" for number in range(120))
+
+
+@pytest.mark.parametrize("method", ["dpo", "simpo", "orpo", "cpo", "reward"])
+@pytest.mark.parametrize("overlong", ["truncate", "keep_start", "proportional"])
+def test_pairs_that_are_equal_after_the_cut_are_dropped_and_counted(method, overlong, tokenizer, make_config, write):
+    good = {"prompt": "A?", "chosen": "yes", "rejected": "no"}
+    path = write([good, {"prompt": "A?", "chosen": f"{WORDS} yes", "rejected": f"{WORDS} no"}])
+    prepared = prepare(make_config(path, method=method, max_length=64, overlong=overlong), tokenizer)
+    assert len(prepared.train) == prepared.report.train[0].kept == 1
+    assert prepared.report.train[0].dropped[EQUAL_CUT].rows == ["2"]
+    assert not prepared.report.train[0].truncated
+    assert len(prepare(make_config(path, method=method, max_length=2048), tokenizer).train) == 2
+
+
+def test_pairs_that_the_template_makes_equal_are_dropped_and_counted(make_tokenizer, make_config, write):
+    good = {"prompt": "A?", "chosen": "yes", "rejected": "no"}
+    path = write([{**good, "rejected": " yes\n"}, good])
+    stripped = make_tokenizer(
+        template=make_tokenizer().chat_template.replace("message.content", "(message.content | trim)")
+    )
+    assert stripped.chat_template != make_tokenizer().chat_template
+    prepared = prepare(make_config(path, method="dpo"), stripped)
+    assert prepared.report.train[0].dropped[EQUAL].rows == ["1"]
+    assert len(prepare(make_config(path, method="dpo"), make_tokenizer()).train) == 2

@@ -11,13 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from halftune.config.rules.files import _folder
 from halftune.config.sections.data import BUILTIN_DATA, SourceSection
 from halftune.core.errors import DataError
 from halftune.data.formats.detect import detect
 from halftune.data.pipeline import prepare
+from halftune.data.preflight import validate_data
 from halftune.data.readers.files import read_file
 from halftune.data.sources.source import open_source
 
+GRPO = {"type": "grpo", "rewards": ["exact_answer"], "num_generations": 2, "max_completion_length": 4}
 ROWS = [{"instruction": "A?", "output": "B."}, {"instruction": "C?", "output": "D — ü"}]
 
 
@@ -100,6 +103,73 @@ def test_a_folder_with_a_test_set_is_not_one_source(held, write, tmp_path):
         read(tmp_path / "set")
     (tmp_path / "set" / "train.jsonl").rename(tmp_path / "set" / "more.jsonl")
     assert len(read(tmp_path / "set")) == 2 * len(ROWS)
+
+
+HIDDEN = (".ipynb_checkpoints/a-checkpoint", ".git/objects/b", "deep/.cache/c", "__MACOSX/d", "deep/.e")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_hidden_folders_are_not_read_and_reported(streaming, write, tmp_path, tokenizer, make_config, monkeypatch):
+    for name in ("a", "deep/b", *HIDDEN):
+        write(ROWS, f".set/{name}.jsonl")
+    write("about this set", ".set/README.md")
+    config = make_config(str(tmp_path / ".set"), streaming={"enabled": streaming, "buffer": 8})
+    (report,) = prepare(config, tokenizer).report.train
+    assert (report.rows, report.kept) == (4, 4)
+    assert report.skipped == [
+        *(".git", ".ipynb_checkpoints", "README.md", "__MACOSX", "deep/.cache", "deep/.e.jsonl"),
+    ]
+    assert prepare(config, tokenizer).report.train[0].skipped == report.skipped  # from the cache
+    for number in range(9):
+        write(ROWS, f".set/.git/{number}.jsonl")
+    monkeypatch.setattr("halftune.data.sources.source.MOST", 12)
+    assert read(tmp_path / ".set").all() == 2 * ROWS  # what a hidden folder holds does not count
+
+
+def test_a_folder_with_hidden_folders_only_has_no_data(write, tmp_path):
+    write(ROWS, "set/.cache/a.jsonl")
+    with pytest.raises(DataError) as caught:
+        read(tmp_path / "set")
+    assert caught.value.code == "data.no_data_files"
+    assert [one.code for one in _folder(("data",), str(tmp_path / "set"))] == ["data.no_data_files"]
+
+
+CHAT = {"messages": [{"role": "user", "content": "A?"}, {"role": "assistant", "content": "B."}]}
+SHORT = {"prompt": "A?", "completion": "B."}
+
+
+@pytest.mark.parametrize("check", ["prepare", "validate_data", "stream"])
+@pytest.mark.parametrize(
+    ("first", "second", "method"),
+    [
+        (SHORT, CHAT, "sft"),
+        (CHAT, SHORT, "sft"),
+        (ROWS[0], CHAT, "sft"),
+        (CHAT, {"conversations": [{"from": "gpt", "value": "B."}]}, "sft"),
+        ({"prompt": "A?"}, CHAT, GRPO),
+    ],
+)
+def test_a_folder_of_two_formats_names_both_files(
+    check, first, second, method, write, tmp_path, tokenizer, make_config
+):
+    if check == "stream" and method != "sft":
+        pytest.skip("GRPO reads no stream")
+    write([first] * 3, "set/a.jsonl")
+    write([second], "set/b.jsonl")
+    streaming = {"enabled": check == "stream", "buffer": 8}
+    config = make_config(str(tmp_path / "set"), method=method, streaming=streaming)
+    with pytest.raises(DataError) as caught:
+        validate_data(config) if check == "validate_data" else prepare(config, tokenizer)
+    assert caught.value.code == "data.ambiguous_folder"
+    assert caught.value.where == f"{tmp_path / 'set' / 'b.jsonl'} line 1"
+    assert f"{tmp_path / 'set' / 'a.jsonl'} line 1" in str(caught.value)
+
+
+def test_a_row_that_is_malformed_is_no_other_format(write, tokenizer, make_config):
+    path = write([CHAT, {"messages": "x"}, {"note": "y"}])
+    with pytest.raises(DataError) as caught:
+        prepare(make_config(path), tokenizer)
+    assert (caught.value.code, caught.value.where) == ("data.malformed_row", f"{path} line 2")
 
 
 def test_a_pipe_among_the_files_of_a_folder_is_refused(write, tmp_path):

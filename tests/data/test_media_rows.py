@@ -68,3 +68,12 @@ def test_an_empty_column_is_absent_and_two_filled_ones_are_an_error() -> None:
         read(row("<image>What?", images=["r.png"], image="g.png"))
     assert error.value.code == "data.malformed_row"
     assert all(name in error.value.what.split() for name in ("images", "image"))
+
+
+@pytest.mark.parametrize("key", ["text", "caption", "file", "url"])
+def test_a_text_in_a_part_of_a_medium_is_refused(key: str) -> None:
+    part = {"type": "image", "image": "r.png", "detail": "high", "max_pixels": 7}
+    assert read(row([part])).media == (("image", "r.png"),)
+    with pytest.raises(RowError) as error:
+        read(row([{**part, key: "x"}]))
+    assert error.value.code == "data.malformed_row"

@@ -43,6 +43,21 @@ TOOLS = [
 ]
 
 
+PLACE = {"type": "object", "properties": {"town": {"type": "string", "description": "Which town."}}}
+NESTED = {
+    "name": "weather",
+    "description": "The weather.",
+    "parameters": {"type": "object", "properties": {"place": {**PLACE, "description": "A place."}}},
+}
+INPUT_SCHEMA = {"name": "weather", "description": "The weather.", "input_schema": PLACE}  # Anthropic's form
+# name, description, and the parameters, without what is in them
+FLAT = (
+    "tool.function.name + tool.function.description"
+    " + (((tool.function.parameters or {}).properties or {}).keys() | join)"
+    " + (((tool.function.parameters or {}).properties or {}).values() | map(attribute='description') | join)"
+)
+
+
 def system(text: str) -> dict[str, Any]:
     return {"role": "system", "content": text}
 
@@ -116,6 +131,8 @@ NO_SECOND_QUESTION = chatml(condition="not (m.role == 'user' and loop.index == 3
         (QUESTIONS_LAST, KNOWN, None, MOVED),
         (chatml().replace("in tools", "in tools[:1]"), LOOKED, TOOLS, LOST_TOOLS),
         (chatml(tool="tool.function.name"), LOOKED, TOOLS, LOST_TOOLS),
+        (chatml(tool=FLAT), LOOKED, [NESTED], LOST_TOOLS),
+        (chatml(tool=FLAT), LOOKED, [INPUT_SCHEMA], LOST_TOOLS),
         (chatml(tool="tool.function.name + tool.function.description"), LOOKED, TOOLS, LOST_TOOLS),
         (
             chatml().replace("(call.function | tojson)", "call.function.name + call.function.arguments.town"),
@@ -135,6 +152,13 @@ def test_text_that_is_shortened_or_changed_is_named_and_its_row_dropped(
     dropped = prepare(make_config(path, on_lost_text="drop"), tokenizer).report.train[0]
     assert dropped.kept == 1
     assert dropped.dropped[note].count == 1
+
+
+def test_all_of_a_tool_is_looked_for(make_tokenizer, make_config, write):
+    for template, tools in ((chatml(tool=FLAT), TOOLS), (chatml(), [NESTED, INPUT_SCHEMA])):
+        path = write([{"messages": LOOKED, "tools": tools}])
+        notes = prepare(make_config(path), make_tokenizer("qwen2", template)).report.train[0].notes
+        assert not LOSSES & notes.keys()
 
 
 REWRITTEN = [

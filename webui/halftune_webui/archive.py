@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
+from halftune.config.rules.files import is_hidden
 from halftune.core.errors import ConfigError, DataError, HalftuneError
 from halftune.data.readers.rows import AGAIN, most_of
 from halftune.data.sources.source import TEXTS
@@ -90,7 +91,7 @@ def _is_wanted(one: zipfile.ZipInfo, is_data: Callable[[str], bool]) -> bool:
     if path.is_absolute() or ".." in path.parts:
         remedy = "pack the folder of the data set itself"
         raise ConfigError("leads out of the archive", where=one.filename, code="webui.path_outside", remedy=remedy)
-    hidden = any(part.startswith((".", "__MACOSX")) for part in path.parts)
+    hidden = any(map(is_hidden, path.parts))
     known = is_data(path.name) or path.name.lower().endswith(MEDIA_ENDINGS)
     return known and not hidden and not stat.S_ISLNK(one.external_attr >> 16)
 

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from halftune.config.rules.files import DATA_ENDINGS
+from halftune.config.rules.files import DATA_ENDINGS, is_hidden
 from halftune.core.errors import ConfigError, HalftuneError
 from halftune_webui import archive
 from halftune_webui.hints import hints
@@ -69,7 +69,7 @@ def _entries(settings: Settings, place: Path) -> tuple[list[dict[str, Any]], lis
     with os.scandir(place) as entries:
         for entry in itertools.islice(sorted(entries, key=lambda one: one.name), 20 * MOST):
             path = Path(entry.path)
-            if entry.name.startswith(".") or not is_below(settings.roots, path):
+            if is_hidden(entry.name) or not is_below(settings.roots, path):
                 continue
             if entry.is_dir():
                 folders.append({"name": entry.name, "path": named(settings, path)})

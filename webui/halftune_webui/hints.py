@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from halftune.config.builtin_models import BUILTIN_MODELS
-from halftune.config.rules.files import BUILTIN, DATA_ENDINGS
+from halftune.config.rules.files import BUILTIN, DATA_ENDINGS, is_hidden
 from halftune.config.sections.data import BUILTIN_DATA
 from halftune_webui.runs.view.show import name_of
 from halftune_webui.settings import Settings
@@ -28,7 +28,8 @@ def hints(settings: Settings) -> dict[str, list[str]]:
 
 
 def _data_files(here: Path) -> list[str]:
-    near = [path for folder in (here, here / "data", here / "datasets") for path in folder.glob("*")]
+    found = (path for folder in (here, here / "data", here / "datasets") for path in folder.glob("*"))
+    near = [path for path in found if not is_hidden(path.name)]
     return sorted(name_of(path, here) for path in near if path.suffix in DATA_ENDINGS[:6] and path.is_file())[:MOST]
 
 

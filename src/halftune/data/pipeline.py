@@ -24,17 +24,16 @@ from halftune import __version__
 from halftune.config.run import RunConfig
 from halftune.config.sections.data import SourceSection
 from halftune.core import disk_cache
-from halftune.core.errors import ConfigError, DataError
+from halftune.core.errors import ConfigError
 from halftune.core.log import get_logger
 from halftune.data.encode.offset_tokenizer import backend_json
 from halftune.data.encode.settings import Settings, settings_of
-from halftune.data.formats.conversation import TOO_LONG, BadRow
-from halftune.data.formats.detect import detect_for
+from halftune.data.formats.conversation import BadRow
+from halftune.data.formats.detect import bad_row, detect_for
 from halftune.data.order.split import TokenizedSplit, choose_rows, contents, efficiency, hold_out, weigh, without_copies
-from halftune.data.report import MERGE, Count, DataReport, SourceReport, histogram, nothing_left
+from halftune.data.report import LEFT_OVER, Count, DataReport, SourceReport, histogram, nothing_left, remedy_of
 from halftune.data.sources.source import Rows, Source, TakenRows, open_source
 from halftune.data.store import Example, StoreWriter, TokenStore, load_store, ranges_of
-from halftune.data.templates.features import NO_SYSTEM
 from halftune.data.templates.render import writes_date
 
 if TYPE_CHECKING:
@@ -229,7 +228,8 @@ def _source(
         }
         valid = settings.images.unchanged if settings.images else None
         store, values = cached(cache_key(tokenizer, parts), make, valid)
-    report = SourceReport.from_dict({name: value for name, value in values.items() if name != _FILES})
+    kept = {name: value for name, value in values.items() if name != _FILES}
+    report = SourceReport.from_dict({**kept, "skipped": list(source.skipped)})
     log.info("%s: format %s, %s of %s rows kept", section.path, report.format, report.kept, report.taken)
     _warn(report, config.data.max_length)
     return store, report
@@ -237,19 +237,14 @@ def _source(
 
 def _warn(report: SourceReport, max_length: int) -> None:
     """Log dropped and truncated rows with a remedy."""
-    raised = f"raise data.max_length ({max_length})"
     for reason, count in report.dropped.items():
-        remedy = "correct these rows to keep them"
-        if reason.startswith(TOO_LONG):
-            remedy = f"{raised}, or set data.overlong"
-        elif reason == NO_SYSTEM:
-            remedy = MERGE
-        log.warning("%s: dropped: %s: %s · %s", report.name, reason, count, remedy)
+        log.warning("%s: dropped: %s: %s · %s", report.name, reason, count, remedy_of(reason))
     if report.lost_characters:
         what = "%s: the tokenizer cannot represent %s of %s characters, for example %s"
         log.warning(what, report.name, report.lost_characters, report.characters, report.lost)
     for reason, count in report.truncated.items():
-        log.warning("%s: truncated: %s: %s · %s to keep whole rows", report.name, reason, count, raised)
+        what = "%s: truncated: %s: %s · raise data.max_length (%s) to keep whole rows"
+        log.warning(what, report.name, reason, count, max_length)
 
 
 def _tokenize(
@@ -283,7 +278,11 @@ def _tokenize(
         from halftune.data.encode.groups import Grouper  # few runs have rated rows
 
         grouper = Grouper(settings.group, settings.max_length)
-    files = _collect(rows, chosen, outcomes, report, writer, grouper)
+    try:
+        files = _collect(rows, chosen, outcomes, report, writer, grouper)
+    except BadRow as error:
+        places = chosen.tolist()
+        raise bad_row(error, taken, lambda at: rows.where(places[at]), reading, section, config.method) from error
     if not report.kept:
         raise nothing_left(report.name, report.dropped)
     report.check_lost()
@@ -307,28 +306,24 @@ def _collect(
     """
     examples, origins, waiting = list[Example](), list[tuple[int, int]](), list[int]()
     files = dict[str, Any]()
-    try:
-        for index, outcome in zip(chosen.tolist(), outcomes, strict=True):
-            found, places = outcome.examples, [rows.origin(index)] * len(outcome.examples)
-            if grouper is not None:
-                waiting += [index] * len(found)
-                found, places = grouper.complete(found, places)
-                waiting = waiting[len(waiting) - grouper.left :]
-            examples += found
-            origins += places
-            if outcome.examples and (note := rows.note(index)):
-                outcome.notes = (*outcome.notes, note)
-            report.count(outcome, rows, index)
-            files |= outcome.files
-            if len(examples) >= WRITTEN:
-                writer.append(examples, origins)
-                examples, origins = [], []
-    except BadRow as error:
-        position, what, remedy, _ = error.args
-        raise DataError(what, where=rows.where(int(chosen[position])), remedy=remedy, code=error.code) from error
+    for index, outcome in zip(chosen.tolist(), outcomes, strict=True):
+        found, places = outcome.examples, [rows.origin(index)] * len(outcome.examples)
+        if grouper is not None:
+            waiting += [index] * len(found)
+            found, places = grouper.complete(found, places)
+            waiting = waiting[len(waiting) - grouper.left :]
+        examples += found
+        origins += places
+        if outcome.examples and (note := rows.note(index)):
+            outcome.notes = (*outcome.notes, note)
+        report.count(outcome, rows, index)
+        files |= outcome.files
+        if len(examples) >= WRITTEN:
+            writer.append(examples, origins)
+            examples, origins = [], []
     for index in waiting:
         report.kept -= 1
-        report.dropped.setdefault("left over, fewer than method.group_size", Count()).add(rows.place(index))
+        report.dropped.setdefault(LEFT_OVER, Count()).add(rows.place(index))
     if examples:
         writer.append(examples, origins)
     return files

@@ -13,9 +13,8 @@ from halftune.config.facts.folder import fitting_template, has_chat_template
 from halftune.config.run import RunConfig
 from halftune.config.sections.data import SourceSection
 from halftune.config.sections.model import ModelSection
-from halftune.core.errors import DataError
-from halftune.data.formats.conversation import Record, RowDropped, RowError, no_chat_template
-from halftune.data.formats.detect import Reading, detect_for
+from halftune.data.formats.conversation import BadRow, Record, RowDropped, RowError, no_chat_template
+from halftune.data.formats.detect import Reading, bad_row, detect_for
 from halftune.data.formats.fields import with_nulls
 from halftune.data.order.split import choose_rows, count_held_out
 from halftune.data.readers.files import ending, read_file
@@ -94,9 +93,13 @@ def _check(found: _Found, section: SourceSection, config: RunConfig) -> list[byt
     first = section.sampling == "first"
     chosen = choose_rows(len(rows), section.samples, seed=config.training.seed, first=first).tolist()
     everything = rows.all()
-    reading = detect_for(config.method, [everything[index] for index in chosen], section)
+    taken = [everything[index] for index in chosen]
+    reading = detect_for(config.method, taken, section)
     _check_template(reading.format.name, config.model)
-    kept, dropped = _read(rows, chosen, _reader(reading, config))
+    try:
+        kept, dropped = _read(taken, lambda at: rows.place(chosen[at]), _reader(reading, config))
+    except BadRow as error:
+        raise bad_row(error, taken, lambda at: rows.where(chosen[at]), reading, section, config.method) from error
     if found.whole and not kept:
         raise nothing_left(section.path, dropped)
     return kept if found.whole else None
@@ -113,19 +116,18 @@ def _reader(reading: Reading, config: RunConfig) -> Callable[[Mapping[str, Any]]
 
 
 def _read(
-    rows: Rows, chosen: Sequence[int], reader: Callable[[Mapping[str, Any]], Record]
+    rows: Sequence[Mapping[str, Any]], place: Callable[[int], str], reader: Callable[[Mapping[str, Any]], Record]
 ) -> tuple[list[bytes], dict[str, Count]]:
-    """A digest of each row that can be read, and the reasons for which others are dropped."""
-    everything, kept, dropped = rows.all(), list[bytes](), dict[str, Count]()
-    for index in chosen:
+    """A digest of each row that can be read, and the reasons for which others are dropped, with their places."""
+    kept, dropped = list[bytes](), dict[str, Count]()
+    for index, row in enumerate(rows):
         try:
-            read = reader(everything[index])
+            read = reader(row)
             kept.append(hashlib.blake2b(repr(read).encode(errors="replace"), digest_size=16).digest())
         except RowDropped as reason:
-            dropped.setdefault(reason.reason, Count()).add(rows.place(index))
+            dropped.setdefault(reason.reason, Count()).add(place(index))
         except RowError as error:
-            what = error.what
-            raise DataError(what, where=rows.where(index), remedy=error.remedy, code=error.code) from error
+            raise BadRow(index, error.what, error.remedy, error.code) from error
     return kept, dropped
 
 

@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from halftune.core.errors import DataError
-from halftune.data.formats.conversation import ONLY_TEXT, TOO_LONG
+from halftune.data.formats.conversation import ONLY_TEXT, PLACEHOLDER, TOO_LONG
 from halftune.data.order.split import Efficiency
-from halftune.data.templates.features import NO_SYSTEM
+from halftune.data.templates.features import NO_CALLS, NO_SYSTEM, WITH_TOOLS
 
 if TYPE_CHECKING:
     from halftune.data.encode.tokenize import Outcome
@@ -24,6 +24,17 @@ LOST = 0.01  # share of characters without a token at which a source is refused
 EXAMPLES = 20  # lost characters shown
 SHOWN = 20  # row numbers listed per reason
 MERGE = "set data.merge_system: true to merge it into the first user message"
+LEFT_OVER = "left over, fewer than method.group_size"
+_OTHER = "model.chat_template to a template that renders them"
+_REMEDIES = (  # parts of the reasons that the recipe or the chat template causes
+    (TOO_LONG, "raise data.max_length (in tokens, chat template included), or set data.overlong"),
+    (ONLY_TEXT, "set data.images, data.audio or data.videos, and name a model that takes them"),
+    (LEFT_OVER, "lower method.group_size, or add rows"),
+    (NO_CALLS, f"the rows are right: {WITH_TOOLS}"),
+    ("omit", f"the rows are right: set data.on_lost_text: warn, or {_OTHER}"),
+    ("it is not trained", f"the rows are right: set data.on_lost_text: warn, or {_OTHER}"),
+    ("chat template", f"the rows are right: set {_OTHER}"),
+)
 BAR = 40  # characters of the longest histogram bar
 
 
@@ -63,6 +74,7 @@ class SourceReport:
         absent: optional columns that the source lacks.
         unused: columns that are ignored.
         gaps: optional columns → number of rows without a value.
+        skipped: files and hidden folders of the source's folder that are not read.
         rows, taken: rows in the source, and after ``samples``.
         kept: rows with at least one sample.
         samples: samples before source weights.
@@ -96,6 +108,7 @@ class SourceReport:
     characters: int = 0
     lost_characters: int = 0
     lost: str = ""
+    skipped: list[str] = field(default_factory=list)
 
     @property
     def lost_share(self) -> float:
@@ -114,7 +127,10 @@ class SourceReport:
         reasons = [(self.dropped, outcome.dropped)] if outcome.dropped else []
         reasons += [(self.truncated, what) for what in outcome.truncated]
         reasons += [(self.notes, what) for what in outcome.notes]
-        for counts, reason in reasons:
+        for counts, given in reasons:
+            reason = given
+            if given.startswith(PLACEHOLDER):  # rows differ in their example: the first one stays
+                reason = next((one for one in counts if one.startswith(PLACEHOLDER)), given)
             counts.setdefault(reason, Count()).add(rows.place(index))
 
     def check_lost(self) -> None:
@@ -201,17 +217,18 @@ class DataReport:
         return Text(" · ".join(lines))
 
 
+def remedy_of(reason: str) -> str:
+    """What keeps rows that are dropped for a reason; where the recipe or the chat template causes it, not the rows."""
+    if reason == NO_SYSTEM:
+        return MERGE
+    return next((remedy for part, remedy in _REMEDIES if part in reason), "correct these rows to keep them")
+
+
 def nothing_left(name: str, dropped: Mapping[str, Count]) -> DataError:
     """The error for a source without a row to train on."""
     why = "; ".join(f"{reason}: {count}" for reason, count in dropped.items())
-    remedy = "correct the data or data.columns"
-    if NO_SYSTEM in dropped:
-        remedy = MERGE
-    if any(reason.startswith(TOO_LONG) for reason in dropped):
-        remedy = "raise data.max_length (in tokens, chat template included)"
-    if any(reason.endswith(ONLY_TEXT) for reason in dropped):
-        remedy = "set data.images, data.audio or data.videos, and name a model that takes them"
-    return DataError(f"no rows left to train on: {why}", where=name, remedy=remedy, code="data.nothing_left")
+    most = max(dropped, key=lambda reason: dropped[reason].count, default="")
+    return DataError(f"no rows left to train on: {why}", where=name, remedy=remedy_of(most), code="data.nothing_left")
 
 
 def _details(source: SourceReport) -> list[RenderableType]:
@@ -235,13 +252,16 @@ def _details(source: SourceReport) -> list[RenderableType]:
 
 
 def _columns(source: SourceReport) -> Iterator[Text]:
-    """What is missing of the columns, and what is not used."""
+    """What is missing of the columns, and which columns and files are not used."""
     if source.absent:
         yield Text(f"  optional columns not found: {', '.join(source.absent)}")
     for column, rows in source.gaps.items():
         yield Text(f"  column {column} is missing in {rows:,} rows")
     if source.unused:
         yield Text(f"  columns not used: {', '.join(source.unused)}", style="yellow")
+    if source.skipped:
+        more = len(source.skipped) - SHOWN
+        yield Text(f"  not read: {', '.join(source.skipped[:SHOWN])}{f' and {more:,} more' if more > 0 else ''}")
 
 
 def _bars(lengths: Sequence[tuple[int, int]]) -> list[RenderableType]:

@@ -26,12 +26,12 @@ from halftune.core.log import get_logger
 from halftune.data.encode.settings import Settings
 from halftune.data.encode.workers import CHUNK, make_row_tokenizer
 from halftune.data.formats.conversation import BadRow
-from halftune.data.formats.detect import detect_for
+from halftune.data.formats.detect import bad_row, detect_for
 from halftune.data.order.split import TokenizedSplit
 from halftune.data.readers.files import ending, read_file
 from halftune.data.readers.json_lines import line_rows
 from halftune.data.report import SourceReport, histogram, nothing_left
-from halftune.data.sources.source import BUILTIN, empty, files_of, is_hub_id, missing
+from halftune.data.sources.source import BUILTIN, empty, files_of, is_hub_id, missing, skipped_of
 from halftune.data.store import Example, TokenStore, build_store
 
 log = get_logger(__name__)
@@ -129,7 +129,8 @@ class _Source:
         items = list(islice(self.items(self.data(), 0), FIRST))
         if not items:
             raise empty(self.name)
-        reading = detect_for(config.method, [item.row for item in items], section)
+        self._method, self._reading = config.method, detect_for(config.method, [item.row for item in items], section)
+        reading = self._reading
         settings = replace(settings, drop_system=section.drop_system)
         self._tokenizer = make_row_tokenizer(tokenizer, reading, settings)
         self.report = SourceReport(
@@ -141,6 +142,7 @@ class _Source:
             gaps=reading.gaps,
             rows=len(items),
             taken=len(items),
+            skipped=skipped_of(section.path),
         )
         self.first = self.tokens(items)
         report, store = deepcopy(self.report), self.first
@@ -166,25 +168,28 @@ class _Source:
             DataError: a row is malformed, or the tokenizer cannot represent its source's text.
         """
         examples, origins, files = list[Example](), list[tuple[int, int]](), dict[tuple[str, str], int]()
-        known = {*self.report.dropped, *self.report.truncated, *self.report.notes}
+        known = self._reasons()
         for start in range(0, len(items), CHUNK):
             chunk = items[start : start + CHUNK]
             try:
                 outcomes = self._tokenizer.tokenize([item.row for item in chunk])
             except BadRow as error:
-                position, what, remedy, _ = error.args
-                where = "{} {} {}".format(*chunk[position][:3])
-                raise DataError(what, where=where, remedy=remedy, code=error.code) from error
+                places = ["{} {} {}".format(*item[:3]) for item in chunk]
+                rows = [item.row for item in chunk]
+                raise bad_row(error, rows, places.__getitem__, self._reading, self._section, self._method) from error
             for item, outcome in zip(chunk, outcomes, strict=True):
                 examples += outcome.examples
                 file = files.setdefault((item.file, item.unit), len(files))
                 origins += [(file, item.number)] * len(outcome.examples)
                 self.report.count(outcome, item, 0)
-                for reason in {outcome.dropped, *outcome.truncated, *outcome.notes} - {"", *known}:
+                for reason in self._reasons() - known:
                     known.add(reason)
                     log.warning("%s: first in %s: %s", self.name, item.place(0), reason)
         self.report.check_lost()
         return build_store(examples, origins, list(files))
+
+    def _reasons(self) -> set[str]:
+        return {*self.report.dropped, *self.report.truncated, *self.report.notes}
 
 
 def is_remote(section: SourceSection) -> bool:

@@ -2,5 +2,5 @@
 
 In: a `RunConfig` and its `Context`.
 Out: violations: key, what is wrong, remedy, code.
-Imported by: `config.load`, `export`, `halftune_webui`.
+Imported by: `config.load`, `data`, `export`, `halftune_webui`.
 """

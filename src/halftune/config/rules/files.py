@@ -127,9 +127,15 @@ def _is_no_hub_id(name: str) -> bool:
     return looks_local(name) or _ending(name) in DATA_ENDINGS or not HUB_ID.fullmatch(name.split(":")[0])
 
 
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder of that name belongs to a program: a cache, version control, what macOS packs."""
+    return name.startswith(".") or name == "__MACOSX"
+
+
 def _folder(at: KeyPath, path: str) -> Iterator[Violation]:
-    for _, _, names in os.walk(path):
-        if any(_ending(name) in DATA_ENDINGS and not name.startswith(".") for name in names):
+    for _, folders, names in os.walk(path):
+        folders[:] = [name for name in folders if not is_hidden(name)]
+        if any(_ending(name) in DATA_ENDINGS and not is_hidden(name) for name in names):
             return
     remedy = f"known endings: {', '.join(DATA_ENDINGS)}"
     yield Violation(at, f"no data files in folder {path}", remedy, code="data.no_data_files")

@@ -32,13 +32,15 @@ from halftune.data.store import Example, Segment, TokenTurn, WholeSample
 from halftune.data.templates.assistant_turns import Turn
 from halftune.data.templates.control_tokens import ControlTokens, special_tokens
 from halftune.data.templates.features import fit_system, without_system
-from halftune.data.templates.loss_mask import NEUTRALISED, Rendering, render_turns
+from halftune.data.templates.loss_mask import NEUTRALISED, Rendering, render_turns, with_placeholders
 from halftune.data.templates.message_placeholders import text_ranges
 from halftune.data.templates.omitted_text import LOSSES
 from halftune.data.templates.render import ChatTemplate, conversation_limits, too_much
 
 MERGED = "the first token of an answer includes the end of its header"
 PIECES = "documents cut into pieces of max_length"
+EQUAL = "chosen and rejected have the same tokens"
+EQUAL_CUT = f"{TOO_LONG}: chosen and rejected have the same tokens after the cut"
 _BYTES = 16  # upper bound of the memory per rendered character
 CHECKED = 3  # rows per batch whose ids are compared with the tokenizer's own
 
@@ -130,7 +132,7 @@ class RowTokenizer:
             for index, row in enumerate(rows):
                 limits.renew(_BYTES * sum(len(one.text) for one in before))
                 try:
-                    before = rendered[index] = self._render(row, outcomes[index])
+                    before = rendered[index] = with_placeholders(self._render(row, outcomes[index]))
                 except RowDropped as reason:
                     outcomes[index].dropped, outcomes[index].files = reason.reason, reason.files
                 except RowError as error:
@@ -219,12 +221,14 @@ class RowTokenizer:
         try:
             masked = list(map(self._mask, renderings, tokens, [outcome] * len(tokens)))
             if len(masked) > 1 and self._settings.overlong == "proportional":
-                media = [one.media for one in renderings]
-                outcome.examples = [Example(self._fit_answers(masked, outcome, media), outcome.columns)]
-                return
-            segments = [self._fit(index, one, outcome, of.media) for one, of in zip(masked, renderings, strict=True)]
-            if len(segments) > 1 and outcome.truncated:
-                segments = same_prompt(segments)
+                segments = self._fit_answers(masked, outcome, [one.media for one in renderings])
+            else:
+                pairs = zip(masked, renderings, strict=True)
+                segments = [self._fit(index, one, outcome, of.media) for one, of in pairs]
+                if len(segments) > 1 and outcome.truncated:
+                    segments = same_prompt(segments)
+            if len(segments) > 1 and np.array_equal(segments[0].input_ids, segments[1].input_ids):
+                raise RowDropped(EQUAL_CUT if outcome.truncated else EQUAL)
             outcome.examples = [Example(tuple(segments), outcome.columns)]
         except RowDropped as reason:
             outcome.dropped, outcome.notes, outcome.truncated, outcome.answers_lost = reason.reason, (), (), 0

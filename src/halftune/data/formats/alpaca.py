@@ -25,7 +25,8 @@ def _read(row: Mapping[str, Any]) -> Conversation:
 def _history(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Earlier exchanges, a list of [question, answer] pairs."""
     wrong = RowError("history: expected a list of [question, answer] pairs")
-    pairs, messages = fields.parse_json(row.get("history") or [], "history"), []
+    given, messages = row.get("history"), list[dict[str, Any]]()
+    pairs = [] if fields.is_empty(given) else fields.parse_json(given, "history")
     if not isinstance(pairs, list | tuple):
         raise wrong
     for pair in pairs:

@@ -10,6 +10,7 @@ from halftune.config.sections.method import RecordName
 from halftune.core.errors import DataError
 
 TOO_LONG = "longer than max_length"  # begins each reason to drop a row that `data.max_length` would keep
+PLACEHOLDER = "placeholders are trained as text, for example "  # begins the note on them; the first one follows
 DEVELOPER = "developer"  # key of a system message whose role is developer in the row
 
 

@@ -1,10 +1,11 @@
-"""Detects the format of a source's rows, or suggests a ``columns:`` mapping."""
+"""Detects the format of a source's rows, suggests a ``columns:`` mapping, and finds rows of another format."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from halftune.config.sections.data import SourceSection
@@ -12,7 +13,7 @@ from halftune.config.sections.method import Method, RecordName
 from halftune.core.errors import DataError
 from halftune.core.table import did_you_mean
 from halftune.data.formats import FORMATS, load_format
-from halftune.data.formats.conversation import Format
+from halftune.data.formats.conversation import BadRow, Format
 from halftune.data.formats.fields import MEDIA_COLUMNS, is_missing
 
 # Names of our columns in other data sets; the first match is suggested.
@@ -308,3 +309,42 @@ def _pick(row: Mapping[str, Any], ours: str, *kinds: type) -> str:
     """The first column with our name or a synonym whose value is of one of the types; "" if there is none."""
     columns = {name.lower(): name for name, value in row.items() if isinstance(value, kinds)}
     return next((columns[name] for name in (ours, *SYNONYMS.get(ours, ())) if name in columns), "")
+
+
+def bad_row(
+    error: BadRow,
+    rows: Iterable[Mapping[str, Any]],
+    place: Callable[[int], str],
+    reading: Reading,
+    section: SourceSection,
+    method: Method,
+) -> DataError:
+    """The error for the row whose index among ``rows`` is ``error.args[0]``.
+
+    Args:
+        error: what is wrong with it.
+        rows: the source's rows.
+        place: the place of a row in errors, by its index.
+        reading: how the rows are read.
+        section, method: of the source and the run.
+    """
+    index, what, remedy, code = error.args
+    needed = {reading.columns[name] for name in reading.format.required}
+    row = next(islice(rows, index, None))
+    own = _format_of(row, section, method) if needed.isdisjoint(row) else ""
+    other = next((at for at, one in enumerate(rows) if needed & one.keys()), None) if own else None
+    if own and other is not None:  # the later one differs from the rows before it
+        formats = {index: own, other: reading.format.name}
+        first, index = sorted(formats)
+        what = f"format {formats[index]}, but {place(first)} has format {formats[first]}"
+        remedy = "list files of each format as sources of their own under data.train"
+        code = "data.ambiguous_folder"
+    return DataError(what, where=place(index), remedy=remedy, code=code)
+
+
+def _format_of(row: Mapping[str, Any], section: SourceSection, method: Method) -> str:
+    """The format of a row by itself; "" if it fits none."""
+    try:
+        return detect_for(method, [row], section).format.name
+    except DataError:
+        return ""

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from halftune.core.table import did_you_mean
 from halftune.data.formats.conversation import ONLY_TEXT, RowDropped, RowError
 
 DEEPEST = 100  # levels of nesting; conversations have about ten
@@ -104,6 +105,28 @@ def is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and not math.isfinite(value))
 
 
+def is_empty(value: Any) -> bool:
+    """Whether a value is missing, or a text, a list or an object without content."""
+    return is_missing(value) or (not value and isinstance(value, str | list | tuple | Mapping))
+
+
+def refuse_unread(value: Mapping[str, Any], read: Collection[str], what: str) -> None:
+    """Refuse an object with further keys: its reader would drop what may be text of training.
+
+    Raises:
+        RowError: a key is not among ``read``, and its value is not empty.
+    """
+    for key, given in value.items():
+        if key not in read and not is_empty(given):
+            raise RowError(f"{what}: unknown key {key!r}", did_you_mean(str(key), read))
+
+
+def unread(row: Mapping[str, Any], columns: Iterable[str]) -> tuple[str, ...]:
+    """A note on those of the columns that have a value in the row; none of them is read."""
+    left = [name for name in columns if not is_empty(row.get(name))]
+    return (f"columns not read: {', '.join(left)}",) if left else ()
+
+
 def holds_missing(value: Any) -> bool:
     """Whether a nested value contains NaN or an infinity."""
     if isinstance(value, float):
@@ -125,8 +148,8 @@ def with_nulls(value: Any) -> Any:
     return None if is_missing(value) else value
 
 
-def text(row: Mapping[str, Any], column: str) -> str:
-    """A text column; "" if absent, null, NaN or infinite. Numbers become text.
+def text(row: Mapping[str, Any], column: str, where: str = "") -> str:
+    """A text column; "" if absent, null, NaN or infinite. Numbers become text; ``where`` begins the error.
 
     Raises:
         RowError: the value is a list, an object or a boolean.
@@ -138,7 +161,7 @@ def text(row: Mapping[str, Any], column: str) -> str:
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
-    raise RowError(f"{column}: expected text, got {_kind(value)}")
+    raise RowError(f"{where}{column}: expected text, got {_kind(value)}")
 
 
 def answer(row: Mapping[str, Any], column: str) -> str:
@@ -184,14 +207,14 @@ def flag(message: Mapping[str, Any], where: str) -> bool | None:
         RowError: any other value, such as the string "false".
     """
     train, weight = message.get("train"), message.get("weight")
-    if train is not None:
-        if not isinstance(train, bool):
-            raise RowError(f"{where}: train: expected true or false, got {train!r}")
-        return train
+    if train is not None and not isinstance(train, bool):
+        raise RowError(f"{where}: train: expected true or false, got {train!r}")
     if weight is None:
-        return None
+        return train
     if isinstance(weight, bool | str) or weight not in (0, 1):
         raise RowError(f"{where}: weight: expected 0 or 1, got {weight!r}")
+    if train not in (None, weight == 1):
+        raise RowError(f"{where}: train: {train} and weight: {weight}", "keep one of them")
     return weight == 1
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
-from halftune.data.formats import turns
+from halftune.data.formats import fields, turns
 from halftune.data.formats.conversation import Conversation, Format, Preference, RowDropped, RowError
 
 PROMPTS = ("prompt", "conversations", "messages")
@@ -20,12 +21,17 @@ PROMPTS = ("prompt", "conversations", "messages")
 
 def _read(row: Mapping[str, Any]) -> Preference:
     answers = {name: _messages(row.get(name), name) for name in ("chosen", "rejected")}
-    before = _messages(next(filter(None, map(row.get, PROMPTS)), []), "prompt", "user")
+    given = [name for name in PROMPTS if not fields.is_empty(row.get(name))]
+    before = _messages(row[given[0]], "prompt", "user") if given else []
     if all(map(_is_whole, answers.values())):
         before = []
     elif not before:
         raise RowError("answers without a prompt", "add a prompt column, or use whole conversations")
-    pair = [turns.conversation([*before, *answer], row, f"prompt and {name}") for name, answer in answers.items()]
+    pair = [
+        turns.conversation([*before, *one], row, f"prompt and {name}", len(before)) for name, one in answers.items()
+    ]
+    notes = fields.unread(row, given[1:] if before else given)
+    pair[0] = replace(pair[0], notes=(*pair[0].notes, *notes))
     first = _common(pair[0], pair[1])
     if first == len(pair[0].messages) == len(pair[1].messages):
         raise RowDropped("chosen and rejected are identical")

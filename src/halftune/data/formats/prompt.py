@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from halftune.data.formats import fields, turns
-from halftune.data.formats.conversation import Conversation, Format, Prompt, RowDropped
+from halftune.data.formats.conversation import Conversation, Format, Prompt, RowDropped, RowError
 
 _ANSWER = {"role": "assistant", "content": "-"}  # a conversation has one; it is taken off again
 
 
 def _read(row: Mapping[str, Any]) -> Prompt:
-    given = row.get("prompt")
+    if "prompt" not in row:
+        raise RowError("row without a prompt: it has no column 'prompt'")
+    given = row["prompt"]
     if not isinstance(given, list | tuple):
         text = fields.text(row, "prompt")
         if not text.strip():

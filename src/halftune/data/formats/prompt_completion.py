@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from halftune.data.formats import fields, turns
-from halftune.data.formats.conversation import Conversation, Format, RowDropped, RowError
+from halftune.data.formats.conversation import Conversation, Format, RowDropped
 
 
 def _read(row: Mapping[str, Any]) -> Conversation:
     prompt, completion = row.get("prompt"), row.get("completion")
     if isinstance(prompt, list | tuple) or isinstance(completion, list | tuple):
-        return _of_messages(prompt, completion, row)
+        return _of_messages(row)
     fields.refuse_media(row)
     question, answer = fields.text(row, "prompt"), fields.answer(row, "completion")
     if not question.strip():
@@ -23,16 +23,19 @@ def _read(row: Mapping[str, Any]) -> Conversation:
     return Conversation(messages, fields.tools(row), (None,) * len(messages))
 
 
-def _of_messages(prompt: Any, completion: Any, row: Mapping[str, Any]) -> Conversation:
+def _of_messages(row: Mapping[str, Any]) -> Conversation:
     """Lists of messages; only messages of the completion are trained."""
-    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
-    after = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion or []
-    if not isinstance(before, list | tuple) or not isinstance(after, list | tuple):
-        raise RowError("prompt and completion: expected text or lists of messages")
+    before, after = _messages(row, "prompt", "user"), _messages(row, "completion", "assistant")
     if not after:
         raise RowDropped("the answer is empty")
-    made = turns.conversation([*before, *after], row, "prompt and completion")
-    return turns.train_from(made, len(made.messages) - len(after))
+    return turns.conversation([*before, *after], row, "prompt and completion", len(before))
+
+
+def _messages(row: Mapping[str, Any], column: str, role: str) -> list[Any]:
+    value = row.get(column)
+    if isinstance(value, list | tuple):
+        return list(value)
+    return [] if fields.is_empty(value) else [{"role": role, "content": fields.text(row, column)}]
 
 
 FORMAT = Format("prompt_completion", ("prompt", "completion"), ("system", "tools"), _read)

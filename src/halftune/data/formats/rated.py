@@ -7,13 +7,18 @@ The conversation is in ``prompt`` and ``completion``, in ``instruction`` and ``o
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from halftune.data.formats import load_format, turns
+from halftune.data.formats import fields, load_format, turns
 from halftune.data.formats.conversation import Conversation, Format, Rated, RowDropped, RowError
 
 LABELS = ("label", "kto_tag")
 _FLAGS = {True: True, False: False, "true": True, "false": False}  # True and False are 1 and 0, too
+_FORMS = (  # formats and their columns, the answer's first
+    ("prompt_completion", ("completion", "prompt")),
+    ("alpaca", ("output", "instruction", "input", "history")),
+)
 _PLACES = ("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "history")
 
 
@@ -40,15 +45,16 @@ def _good(row: Mapping[str, Any]) -> bool:
 
 
 def _conversation(row: Mapping[str, Any]) -> Conversation:
-    for name, column in (("prompt_completion", "completion"), ("alpaca", "output")):
-        if row.get(column) is not None:
-            made = load_format(name).read(row)
-            assert isinstance(made, Conversation)
-            return made
-    listed = next(filter(None, map(row.get, ("messages", "conversations"))), None)
-    if listed is None:
-        raise RowError("row without an answer", "use the columns prompt and completion, or messages")
-    return turns.conversation(listed, row, "messages")
+    form, columns = next(((form, columns) for form, columns in _FORMS if row.get(columns[0]) is not None), ("", ()))
+    if form:
+        made = load_format(form).read(row)
+        assert isinstance(made, Conversation)
+    else:
+        columns = next(((name,) for name in ("messages", "conversations") if row.get(name)), ())
+        if not columns:
+            raise RowError("row without an answer", "use the columns prompt and completion, or messages")
+        made = turns.conversation(row[columns[0]], row, "messages")
+    return replace(made, notes=(*made.notes, *fields.unread(row, [one for one in _PLACES if one not in columns])))
 
 
 FORMAT = Format("rated", ("label",), (*_PLACES, "system", "tools"), _read, "rated")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
@@ -10,6 +11,7 @@ from typing import Any
 from halftune.core.table import did_you_mean
 from halftune.data.formats import fields
 from halftune.data.formats.conversation import DEVELOPER, ONLY_TEXT, Conversation, RowDropped, RowError
+from halftune.data.formats.tool_calls import calls
 
 ROLES = {
     "system": "system",
@@ -38,16 +40,20 @@ PARTS = {
 MARKS = ("train", "weight")
 _TRAINED_ELSEWHERE = {"loss", "loss_mask", "trainable"}  # other frameworks' names for train
 REASONING = ("reasoning_content", "reasoning", "thinking")
-KNOWN = {*MARKS, *REASONING, "tool_calls", "function_call", "name", "tool_call_id"}
+CALLS = ("tool_calls", "function_call")  # the second is OpenAI's earlier name
+KNOWN = {*MARKS, *REASONING, *CALLS, "name", "tool_call_id"}
+_ABOUT_PARTS = {"type", "id", "index", "signature", "cache_control", "annotations", "citations"}  # no text of a part
+_THOUGHT = re.compile(r"\s*(<think>|\[THINK\])?(.*?)(?:</think>|\[/THINK\])", re.DOTALL)
 
 
-def conversation(turns: Any, row: Mapping[str, Any], column: str) -> Conversation:
+def conversation(turns: Any, row: Mapping[str, Any], column: str, before: int = 0) -> Conversation:
     """Parse a row's list of turns, with either role/content or from/value keys.
 
     Args:
         turns: the list.
         row: the whole row, for its ``tools``, ``system`` and media.
         column: the list's column, for error messages.
+        before: answers among so many first turns are not trained, even if the row marks them.
 
     Raises:
         RowError: a turn is malformed.
@@ -57,26 +63,34 @@ def conversation(turns: Any, row: Mapping[str, Any], column: str) -> Conversatio
     turns = fields.parse_json(turns, column)
     if not isinstance(turns, list | tuple):
         raise RowError(f"{column}: expected a list of messages")
-    messages, train = [], []
+    messages, train = list[dict[str, Any]](), list[bool | None]()
     unknown: set[str] = set()
     for number, turn in enumerate(turns, start=1):
-        if plain := _plain(turn):
-            messages.append(plain)
-            train.append(None)
+        message, wish, continues = _plain(turn), None, False
+        if message is None:
+            where = f"message {number}"
+            if not isinstance(turn, Mapping):
+                raise RowError(f"{where}: expected an object with role and content")
+            message, wish = _message(turn, where), fields.flag(turn, where)
+            unknown |= _unknown_keys(turn, message, where)
+            # reasoning between an answer and its calls would change its place
+            continues = ROLES[turn[_keys(turn)[0]]] == "function_call" and "reasoning_content" not in message
+        if number <= before and message["role"] == "assistant":
+            wish = False
+        if continues and messages and messages[-1]["role"] == "assistant" and train[-1] == wish:
+            earlier = messages[-1].get("tool_calls", [])
+            messages[-1] = {**message, **messages[-1], "tool_calls": [*earlier, *message["tool_calls"]]}
             continue
-        where = f"message {number}"
-        if not isinstance(turn, Mapping):
-            raise RowError(f"{where}: expected an object with role and content")
-        message = _message(turn, where)
         messages.append(message)
-        train.append(fields.flag(turn, where))
-        unknown |= _unknown_keys(turn, where)
+        train.append(wish)
+    notes = (f"unknown message keys ignored: {_listed(unknown)}",) if unknown else ()
     system = fields.text(row, "system")
-    if system and (not messages or messages[0]["role"] != "system"):
+    if messages and messages[0]["role"] == "system":
+        notes += fields.unread(row, ["system"] if system != messages[0]["content"] else [])
+    elif system:
         messages, train = [{"role": "system", "content": system}, *messages], [None, *train]
     if not any(message["role"] == "assistant" for message in messages):
         raise RowDropped("no assistant turn")
-    notes = (f"unknown message keys ignored: {_listed(unknown)}",) if unknown else ()
     return Conversation(messages, fields.tools(row), tuple(train), notes)
 
 
@@ -87,19 +101,23 @@ def train_from(made: Conversation, first: int) -> Conversation:
     return replace(made, train=train)
 
 
-def _unknown_keys(turn: Mapping[str, Any], where: str) -> set[str]:
-    """Unknown keys with a value other than null.
+def _unknown_keys(turn: Mapping[str, Any], message: Mapping[str, Any], where: str) -> set[str]:
+    """Unknown keys with a value.
 
     Raises:
-        RowError: a likely misspelling of ``train`` or ``weight``.
+        RowError: a likely misspelling of a known key; or the message is empty, and an unknown key has its text.
     """
     known = {*_keys(turn), *KNOWN}
-    unknown = {str(key) for key, value in turn.items() if key not in known and value is not None}
+    unknown = {str(key) for key, value in turn.items() if key not in known and not fields.is_empty(value)}
     for key in unknown & _TRAINED_ELSEWHERE:
         raise RowError(f"{where}: unknown key {key!r}", "did you mean train?")
-    for key in unknown:
-        if meant := get_close_matches(key.lower(), MARKS, n=1, cutoff=0.75):
-            raise RowError(f"{where}: unknown key {key!r}", f"did you mean {meant[0]}?")
+    texts = {key for key in unknown if isinstance(turn[key], str | list | tuple | Mapping)}
+    for names, meant, cutoff in ((unknown, MARKS, 0.75), (texts, known, 0.85)):
+        for key in sorted(names):
+            if close := get_close_matches(key.lower(), meant, n=1, cutoff=cutoff):
+                raise RowError(f"{where}: unknown key {key!r}", f"did you mean {close[0]}?")
+    if texts and _keys(turn)[1] not in turn and not any(map(message.get, ("content", "tool_calls"))):
+        raise RowError(f"{where}: unknown key {min(texts)!r}", f"did you mean {_keys(turn)[1]}?")
     return unknown
 
 
@@ -120,21 +138,51 @@ def _plain(turn: Any) -> dict[str, Any] | None:
 
 def _message(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
     role, content = _role(turn, where), turn.get(_keys(turn)[1])
-    if role == "function_call":
-        return {"role": "assistant", "content": "", "tool_calls": calls(content, where)}
-    message = _with_role(turn[_keys(turn)[0]], _content(content, where))
-    if called := turn.get("tool_calls") or turn.get("function_call"):  # the second is OpenAI's earlier name
-        message["tool_calls"] = calls(called, where)
-    texts = {key: value for key, value in turn.items() if isinstance(value, str)}
-    if reasoning := next(filter(None, map(texts.get, REASONING)), ""):
-        message["reasoning_content"] = reasoning
-    return message | {key: texts[key] for key in ("name", "tool_call_id") if key in texts}
+    called = role == "function_call"
+    found = {"content": "", "tool_calls": calls(content, where)} if called else _content(content, where)
+    given = [("tool_calls", calls(turn[key], where)) for key in CALLS if not fields.is_empty(turn.get(key))]
+    given += [("reasoning_content", _reasoning(turn[key], f"{where}: {key}")) for key in REASONING if key in turn]
+    for key, value in given:
+        if value and found.setdefault(key, value) != value:
+            raise RowError(f"{where}: {key} stands twice, with different values", "keep one of them")
+    for key in found.keys() & {"tool_calls", "reasoning_content"}:
+        if role not in ("assistant", "function_call"):
+            raise RowError(f"{where}: {key} in a {role} message", "move it to an assistant message")
+    if "reasoning_content" in found and _stands_in(found["content"], found["reasoning_content"], where):
+        del found["reasoning_content"]
+    texts = {key: fields.text(turn, key, f"{where}: ") for key in ("name", "tool_call_id")}
+    return _with_role(turn[_keys(turn)[0]], found | {key: text for key, text in texts.items() if text})
+
+
+def _reasoning(value: Any, where: str) -> str:
+    """Reasoning as a text: a string, null, or a list of parts."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    parts = [_part(part, where) for part in value] if isinstance(value, list | tuple) else [("", value)]
+    if not all(PARTS.get(kind) in ("content", "reasoning_content") for kind, _ in parts):
+        raise RowError(f"{where}: expected text or a list of texts")
+    return "".join(text for _, text in parts)
+
+
+def _stands_in(content: str, reasoning: str, where: str) -> bool:
+    """Whether a text begins with this reasoning as a block of its own.
+
+    Raises:
+        RowError: it begins with a block of other reasoning.
+    """
+    block = _THOUGHT.match(content)
+    if block and block[2].strip() == reasoning.strip():
+        return True
+    if block and block[1]:
+        raise RowError(f"{where}: {block[1]} in the content, and other reasoning beside it", "keep one of them")
+    return False
 
 
 def _with_role(given: str, message: dict[str, Any]) -> dict[str, Any]:
     """The message with its role; one of a developer counts as a system message, and keeps a mark."""
     mark = {DEVELOPER: True} if given == "developer" else {}
-    return {"role": ROLES[given], **message, **mark}
+    role = "assistant" if ROLES[given] == "function_call" else ROLES[given]
+    return {"role": role, **message, **mark}
 
 
 def _keys(turn: Mapping[str, Any]) -> tuple[str, str]:
@@ -177,32 +225,11 @@ def _part(part: Any, where: str) -> tuple[str, Any]:
         raise RowDropped(f"row with {kind} parts: {ONLY_TEXT}")
     if kind not in PARTS:
         raise RowError(f"{where}: unknown part {kind!r}", did_you_mean(kind, PARTS))
-    key = next((key for key in ("text", "value", kind) if part.get(key) is not None), None)
+    texts = [key for key in ("text", "value", kind) if part.get(key) is not None]
+    key = next((key for key in texts if not fields.is_empty(part[key])), texts[0] if texts else None)
     if key is None:
         raise RowError(f"{where}: a part of type {kind!r} has neither text nor value")
     if not isinstance(part[key], str) and kind != "tool_call":
         raise RowError(f"{where}: {key} of a content part: expected text")
+    fields.refuse_unread(part, {key, *_ABOUT_PARTS}, f"{where}: content part")
     return kind, part[key]
-
-
-def calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """Tool calls as chat templates expect them: ``{"type": "function", "function": {"name", "arguments": {…}}}``.
-
-    Raises:
-        RowError: not valid JSON, or not an object with a name and arguments.
-    """
-    parsed = fields.parse_json(value, f"{where}: tool call")
-    return [_call(call, where) for call in (parsed if isinstance(parsed, list | tuple) else [parsed])]
-
-
-def _call(value: Any, where: str) -> dict[str, Any]:
-    value = fields.parse_json(value, f"{where}: tool call")
-    function = value.get("function", value) if isinstance(value, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise RowError(f"{where}: a tool call needs a name and arguments")
-    arguments = function.get("arguments")
-    arguments = fields.parse_json({} if arguments in (None, "") else arguments, f"{where}: arguments of a tool call")
-    if not isinstance(arguments, Mapping):
-        raise RowError(f"{where}: arguments of a tool call: expected an object")
-    call: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": dict(arguments)}}
-    return {"id": value["id"], **call} if isinstance(value.get("id"), str) else call

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from halftune.config.facts.media import DATA_KEYS
+from halftune.data.formats import fields
 from halftune.data.formats.conversation import Conversation, Preference, Prompt, Rated, Record, RowDropped, RowError
 from halftune.data.formats.detect import Reading
 from halftune.data.templates.control_tokens import MEDIA, texts_of
@@ -25,6 +26,7 @@ _PARTS = {
     "audio": "audio", "input_audio": "audio", "audio_url": "audio",
 }  # fmt: skip
 _VALUES = ("image", "image_url", "video", "video_url", "audio", "audio_url", "path", "url", "bytes", "base64")
+_ABOUT = ("type", "id", "detail", "format", "mime_type", "media_type", "name", "filename")  # no text of training
 _FREE = ("tools", "system")  # texts of a row that hold no media
 # While a format reads a row: a character of MEDIA, the number of a part's value or nothing for a marker, and an end.
 _END = "\U000fe00f"
@@ -123,7 +125,8 @@ def _misplaced() -> RowError:
 
 def _unsupported(name: str, kinds: tuple[str, ...]) -> RowError:
     known = " and ".join(("text", *(DATA_KEYS[kind] for kind in kinds)))
-    return RowError(f"row with {name}: this run trains {known}", code="data.media_unsupported")
+    remedy = "set data.images, data.audio or data.videos, or remove the row"
+    return RowError(f"row with {name}: this run trains {known}", remedy, "data.media_unsupported")
 
 
 def _column(row: Mapping[str, Any], kind: str) -> list[Any]:
@@ -164,6 +167,8 @@ def _medium(value: Mapping[str, Any], part: str, kinds: tuple[str, ...]) -> tupl
     if kind not in kinds:
         raise _unsupported(f"{part} parts", kinds)
     name = next((name for name in (part, *_VALUES) if value.get(name) is not None), None)
+    texts = {key: text for key, text in value.items() if isinstance(text, str)}
+    fields.refuse_unread(texts, {str(name), *_ABOUT}, f"part of type {part}")
     if name == "base64":
         return kind, {name: value[name]}  # a text alone is a path
     return kind, None if name is None else value[name]

@@ -7,13 +7,14 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, compress, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from halftune.config.rules.files import is_hidden
 from halftune.config.sections.data import BUILTIN_DATA, SourceSection
 from halftune.core.errors import DataError
 from halftune.core.files import open_input
@@ -115,12 +116,14 @@ class Source:
         fingerprint: sha256 of the content.
         read: reads the rows. Raises DataError.
         check: raises DataError if the content has changed since it was hashed: it would be kept under that hash.
+        skipped: as ``skipped_of``.
     """
 
     section: SourceSection
     fingerprint: str
     read: Callable[[], Rows]
     check: Callable[[], None] = lambda: None
+    skipped: tuple[str, ...] = ()
 
 
 def open_source(section: SourceSection) -> Source:
@@ -134,7 +137,7 @@ def open_source(section: SourceSection) -> Source:
         return _builtin(section, name.removeprefix(BUILTIN))
     path = Path(name)
     if path.exists():
-        return _of_files(section, files_of(path))
+        return replace(_of_files(section, files_of(path)), skipped=tuple(skipped_of(name)))
     if not is_hub_id(name):
         raise missing(path)
     from halftune.data.sources.hub import hub_fingerprint, hub_rows
@@ -219,12 +222,30 @@ def _folder(folder: Path) -> list[Path]:
 
 def _listed(folder: Path) -> list[Path]:
     """All files below a folder, sorted, except hidden ones and those that ``save_to_disk`` writes beside the data."""
-    found = list(islice(folder.rglob("*"), MOST + 1))
+    found = list(islice(_entries(folder), MOST + 1))
     if len(found) > MOST:
         what = f"contains more than {MOST:,} files and folders"
         raise _ambiguous(folder, what, "use a folder with data files only, or list the files")
-    found = sorted(path for path in found if not path.name.startswith(".") and path.name not in SAVED_BESIDE)
+    found = sorted(path for path in found if not is_hidden(path.name) and path.name not in SAVED_BESIDE)
     return _regular(found)
+
+
+def _entries(folder: Path) -> Iterator[Path]:
+    """Files and folders below a folder; hidden folders are not entered."""
+    for place, folders, names in os.walk(folder):
+        yield from (Path(place, name) for name in (*folders, *names))
+        folders[:] = [name for name in folders if not is_hidden(name)]
+
+
+def skipped_of(name: str) -> list[str]:
+    """Files that can hold data and hidden folders in the folder of a source that ``files_of`` leaves out."""
+    folder = Path(name)
+    if name.startswith(BUILTIN) or not folder.is_dir():
+        return []
+    taken = {*files_of(folder)}
+    others = (path for path in _entries(folder) if path not in taken)
+    found = (path for path in others if (is_hidden(path.name) if path.is_dir() else ending(path) in READERS))
+    return sorted(path.relative_to(folder).as_posix() for path in found)
 
 
 def _regular(found: list[Path]) -> list[Path]:

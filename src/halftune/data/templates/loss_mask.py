@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from halftune.data.formats.conversation import Conversation, RowDropped, RowError
+from halftune.data.formats.conversation import PLACEHOLDER, Conversation, RowDropped, RowError
 from halftune.data.templates.assistant_turns import Turn, by_content, by_prefix
 from halftune.data.templates.control_tokens import texts_of
+from halftune.data.templates.features import NO_CALLS, WITH_TOOLS
 from halftune.data.templates.message_placeholders import text_ranges
 from halftune.data.templates.omitted_text import losses
 from halftune.data.templates.render import TRUSTED, ChatTemplate
@@ -17,6 +19,8 @@ REWRITTEN = "the chat template rewrites earlier turns; they are trained as rende
 NEUTRALISED = "control tokens in texts were kept as plain text"
 NO_END = "the chat template adds no end-of-turn token after answers: the model does not learn to stop"
 VAGUE = "the chat template does not show where an answer begins: it is not trained"
+# a name in double braces that stands by itself, as in no code and no formula
+_PLACEHOLDER = re.compile(r"(?<![\w{}^\\$])\{\{ ?[^\W\d][\w -]+\}\}(?![{}^])")
 _RATIO, _SMALL = 100, 1 << 20  # largest ratio of a rendering's length to its texts'; length that is always accepted
 
 
@@ -94,6 +98,16 @@ def render_turns(
     return Rendering(text, chosen, messages, tools, tuple(notes), untrained, labels=labels)
 
 
+def with_placeholders(renderings: Sequence[Rendering]) -> tuple[Rendering, ...]:
+    """The renderings of a row, with a note on the first ``{{name}}`` that nothing replaced. Documents keep theirs."""
+    found = list(renderings)
+    for index, one in enumerate(found):
+        if "{{" in one.text and (one.messages or one.split) and (name := _PLACEHOLDER.search(one.text)):
+            found[index] = one._replace(notes=(*one.notes, PLACEHOLDER + name[0]))
+            break
+    return tuple(found)
+
+
 def lost_in_prompt(
     template: ChatTemplate, prompt: Conversation, messages: list[dict[str, Any]], tools: Any
 ) -> list[str]:
@@ -135,7 +149,7 @@ def _untrained(
         return ()
     places = text_ranges(template, messages, tools, text)
     if not all(index in places for index in marked):
-        raise RowDropped("a message with train: false was not found in the rendering")
+        raise RowDropped("the chat template rewrites a message with train: false: it was not found in the rendering")
     return tuple(places[index] for index in marked)
 
 
@@ -153,7 +167,7 @@ def _check_tools(template: ChatTemplate, conversation: Conversation) -> None:
     if used and template.refuses_tools:
         raise RowError(
             "row with tools; the format of model.chat_template defines none",
-            "choose a template with tools (chatml, qwen2.5, qwen3), or remove the row",
+            f"{WITH_TOOLS}, or remove the row",
             "data.tools_unsupported",
         )
 
@@ -187,7 +201,7 @@ def _check_calls(conversation: Conversation, written: Mapping[int, str]) -> None
         for call in conversation.messages[index].get("tool_calls", ()):
             name = call["function"]["name"]
             if name not in answer and json.dumps(name, ensure_ascii=False)[1:-1] not in answer:
-                raise RowDropped("the chat template does not support tool calls")
+                raise RowDropped(NO_CALLS)
 
 
 def _written(conversation: Conversation, text: str, turns: Sequence[Turn]) -> dict[int, str]:

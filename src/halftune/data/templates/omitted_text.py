@@ -237,18 +237,17 @@ def _shows_tools(tools: Sequence[Mapping[str, Any]], text: str, turns: Sequence[
     return all(any(_squeezed(form) in squeezed for form in _forms(one)) for one in missing)
 
 
-def _words(tool: Mapping[str, Any]) -> Iterator[str]:
-    """The name, the description, and the names and descriptions of the parameters of a tool."""
-    function = tool.get("function", tool)
-    parameters = function.get("parameters") if isinstance(function, Mapping) else None
-    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-    known = properties if isinstance(properties, Mapping) else {}
-    told = [
-        function.get("name"),
-        *known,
-        *(one.get("description") for one in (function, *known.values()) if isinstance(one, Mapping)),
-    ]
-    yield from (one.strip() for one in told if isinstance(one, str))
+def _words(value: Any) -> Iterator[str]:
+    """The names and descriptions in a tool: of itself and of its parameters, at every depth."""
+    if isinstance(value, list | tuple):
+        for one in value:
+            yield from _words(one)
+    for key, one in value.items() if isinstance(value, Mapping) else ():
+        if key in ("name", "description") and isinstance(one, str):
+            yield one.strip()
+        elif key == "properties" and isinstance(one, Mapping):
+            yield from one
+        yield from _words(one)
 
 
 @lru_cache(maxsize=8)
