@@ -377,6 +377,8 @@ def test_a_reward_that_is_not_there_is_refused(asked: dict[str, str], tmp_path: 
         )
     found = error.value.problems or (error.value,)
     assert [one.code for one in found] == ["config.bad_reward"]
+    file = asked.get("file", "gone.py")
+    assert not Path(file).exists() or file not in (found[0].remedy or ""), "a name that is there is no remedy"
 
 
 def test_noise_samples_from_the_probabilities() -> None:

@@ -90,7 +90,7 @@ ROUNDED = """
 def tenth(answer, **_):
     return [0.1 for _ in answer]
 def large(answer, **_):
-    return [1e6 + 0.1 for _ in answer]
+    return [1000.7 for _ in answer]
 def sums(answer, **_):
     return [0.1 + 0.2 if i % 2 else 0.3 for i, _ in enumerate(answer)]
 """
@@ -111,7 +111,7 @@ def test_rewards_that_are_equal_but_for_rounding_leave_the_weights(
 ) -> None:
     """Adam makes steps of the full learning rate of any gradient that is not 0."""
     functions = [{"function": "tenth"}, {"function": "large"}, {"function": "sums", "weight": 0.7}]
-    words = (*words, "training.save_steps=end", "training.learning_rate=1e-3", "method.num_generations=7")
+    words = (*words, "training.save_steps=end", "training.learning_rate=1e-3", "method.num_generations=8")
     words += ("adapter={type: lora, rank: 4, alpha: 8}", "training.per_device_train_batch_size=1")
     made, folder = recipe(tmp_path, ROUNDED, functions, *words, steps=3, processes=processes), tmp_path / "run"
     if processes == 1:

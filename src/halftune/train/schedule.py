@@ -37,8 +37,8 @@ def warmup_steps(training: TrainingSection, total_steps: int) -> int:
     return min(math.ceil(training.warmup_ratio * total_steps), max(0, total_steps - 1))
 
 
-def check_steps(training: TrainingSection, total_steps: int) -> None:
-    """Compare numbers of steps with those of the run, which may depend on the data.
+def check_steps(training: TrainingSection, total_steps: int) -> int:
+    """The steps of the run, which may depend on the data, once warm-up and decay are known to fit into them.
 
     Raises:
         ConfigError: warm-up, or warm-up and decay, take longer than the run.
@@ -50,6 +50,7 @@ def check_steps(training: TrainingSection, total_steps: int) -> None:
         what = f"expected a shorter warm-up ({warmup} steps){decay}: the run has {total_steps} steps"
         remedy = "lower training.warmup_steps, or use training.warmup_ratio"
         raise ConfigError(what, where="training.warmup_steps", remedy=remedy, code="config.out_of_range")
+    return total_steps
 
 
 def steps_between(every: float, total_steps: int) -> int:

@@ -92,8 +92,7 @@ def build(
     strategy, model, wrapped = place_model(config, plan, accelerator, tokenizer, data, resume_from)
     feed = feed_of(config, plan, accelerator, data, model, tokenizer)
     check_agreed(accelerator, "training data", feed.fingerprint())
-    total, optimizer = feed.total_steps(), optimizer_of(config, plan, model)
-    check_steps(config.training, total)
+    total, optimizer = check_steps(config.training, feed.total_steps()), optimizer_of(config, plan, model)
     run = TrainState(
         config=config,
         plan=plan,
