@@ -33,6 +33,12 @@ RULED = {
         "training.warmup_steps=10",
         "training.lr_scheduler_type=constant",
     ): "has no effect with lr_scheduler_type: constant",
+    (
+        "training.warmup_ratio=0.5",
+        "training.lr_decay_ratio=0.8",
+        "training.lr_scheduler_type=warmup_stable_decay",
+    ): "training.lr_decay_ratio: expected at most 0.5",
+    ("model.name_or_path=/dev/zero",): "model.name_or_path: expected a folder, got a pipe or a device",
     ("training.lr_min_ratio=0.1",): "training.lr_min_ratio: has no effect with lr_scheduler_type: cosine",
     (
         "training.warmup_steps=2",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 from collections import defaultdict
 from dataclasses import replace
 from decimal import Decimal
@@ -360,18 +361,24 @@ def test_a_reward_function_that_fails_is_named_with_the_rows(kind: str, tmp_path
         {"function": "exact_anwser"},
         {"function": "matches", "pattern": "("},
         {"function": "half", "file": "gone.py"},
+        {"function": "half", "file": "/dev/zero"},
+        {"function": "half", "file": "pipe"},
+        {"function": "half", "file": "."},
         {"function": "none", "file": "mine.py"},
     ],
 )
 def test_a_reward_that_is_not_there_is_refused(asked: dict[str, str], tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(BAD["raises"])
+    os.mkfifo("pipe")
     with pytest.raises(ConfigError) as error:
         Rewards(
             load_config(ROOT / "configs" / "tiny" / "grpo.yaml", [f"method.rewards={json.dumps([asked])}"]).run.method
         )
     found = error.value.problems or (error.value,)
     assert [one.code for one in found] == ["config.bad_reward"]
+    file = asked.get("file", "gone.py")
+    assert not Path(file).exists() or file not in (found[0].remedy or ""), "a name that is there is no remedy"
 
 
 def test_noise_samples_from_the_probabilities() -> None:

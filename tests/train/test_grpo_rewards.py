@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from process_group import curve, in_processes, train_all
+from safetensors.torch import load_file
 
 from halftune.config.facts.model import read_model_facts
 from halftune.config.load import load_config
@@ -50,6 +51,8 @@ def recipe(
     keys = [f"data.train={folder / 'rows.jsonl'}", f"method.rewards={rewards}", f"training.output_dir={folder / 'run'}"]
     keys += ["method.num_generations=4", "method.max_completion_length=4", "method.scale_rewards=false"]
     keys += [f"training.max_steps={steps}", "training.logging_steps=1", "logging.progress=false"]
+    given = {word.partition("=")[0] for word in words}
+    keys = [key for key in keys if key.partition("=")[0] not in given]
     loaded = load_config(ROOT / "configs" / "tiny" / "grpo.yaml", [*keys, *words])
     return loaded, resolve(loaded.run, lookup("cpu"), read_model_facts(loaded.run.model), world_size=processes)
 
@@ -81,6 +84,47 @@ def test_two_functions_give_the_advantages_and_metrics_by_hand(
     assert curve(folder, "equal_rewards") == [2 / 4]
     assert curve(folder, "eval_equal_rewards") == [pytest.approx(1 / 3)]  # of the prompts with a judged answer
     assert curve(folder, "eval_loss") == [pytest.approx(-BY_HAND["reward"])]
+
+
+ROUNDED = """
+def tenth(answer, **_):
+    return [0.1 for _ in answer]
+def large(answer, **_):
+    return [1000.7 for _ in answer]
+def sums(answer, **_):
+    return [0.1 + 0.2 if i % 2 else 0.3 for i, _ in enumerate(answer)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("processes", "words"),
+    [
+        (1, ("method.loss=grpo", "method.scale_rewards=true", "method.num_iterations=2")),
+        (1, ("method.loss=dr_grpo",)),
+        (1, ("method.loss=dapo", "method.leave_one_out=true", "method.importance_sampling=sequence")),
+        (1, ("method.loss=dapo", "method.dynamic_sampling=1", "method.mask_truncated=true")),
+        (2, ("method.scale_rewards=true", "distributed.strategy=ddp")),
+    ],
+)
+def test_rewards_that_are_equal_but_for_rounding_leave_the_weights(
+    processes: int, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Adam makes steps of the full learning rate of any gradient that is not 0."""
+    functions = [{"function": "tenth"}, {"function": "large"}, {"function": "sums", "weight": 0.7}]
+    words = (*words, "training.save_steps=end", "training.learning_rate=1e-3", "method.num_generations=8")
+    words += ("adapter={type: lora, rank: 4, alpha: 8}", "training.per_device_train_batch_size=1")
+    made, folder = recipe(tmp_path, ROUNDED, functions, *words, steps=3, processes=processes), tmp_path / "run"
+    if processes == 1:
+        train(*made)
+    else:
+        assert in_processes(2, train_all([made])) == [0, 0]
+    assert curve(folder, "grad_norm") == [0.0] * 3
+    assert curve(folder, "equal_rewards") == [1.0] * 3
+    assert curve(folder, "reward_std") == [0.0] * 3
+    weights = load_file(folder / "final" / "adapter_model.safetensors")
+    added = {name: weight for name, weight in weights.items() if "lora_B" in name}
+    assert added
+    assert not any(weight.any() for weight in added.values())
 
 
 def test_two_processes_log_the_metrics_of_one(tmp_path: Path) -> None:

@@ -170,6 +170,21 @@ def test_groups_hold_every_trained_weight_once_and_its_state_is_as_declared(
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_gradient_of_zero_moves_nothing_without_decay(folder: Path, name: str) -> None:
+    """As the first batches of GRPO give it, with equal rewards."""
+    one = trained(folder, name, "fp32")
+    for group in one.optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    before = [p.detach().clone() for p in one.model.parameters()]
+    for _ in range(3):
+        for parameter in one.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        one.optimizer.step()
+        one.schedule.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, one.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_norms_and_biases_have_no_weight_decay(folder: Path, name: str) -> None:
     one = trained(folder, name, "fp32")
     decay = {id(p): group["weight_decay"] for group in one.optimizer.param_groups for p in group["params"]}

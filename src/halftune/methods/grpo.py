@@ -37,16 +37,26 @@ def reward_metrics(section: GrpoMethod) -> list[str]:
     return found
 
 
+def level(rewards: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+    """Rewards ``[E, G]``, made equal for a prompt whose judged answers are at most ``bound`` ``[E]`` apart.
+
+    Advantages are relative, and so are Adam's steps: a difference by rounding would train like a real one.
+    """
+    judged = ~rewards.isnan()
+    largest = torch.where(judged, rewards, -torch.inf).amax(dim=1)
+    smallest = torch.where(judged, rewards, torch.inf).amin(dim=1)
+    equal = judged & (largest - smallest <= bound)[:, None]
+    return torch.where(equal, largest[:, None], rewards)
+
+
 def spread(rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Number, mean and standard deviation ``[E]`` of the judged answers to each prompt; NaN where there are too few.
 
     Args:
         rewards: ``[E, G]``; NaN for an answer that no function judged.
     """
-    judged = ~rewards.isnan()
-    number = judged.sum(dim=1)
-    mean = rewards.nanmean(dim=1)
-    squares = torch.where(judged, (rewards - mean[:, None]).square(), 0.0).sum(dim=1)
+    number, mean, apart = _centred(rewards)
+    squares = apart.square().nansum(dim=1)
     return number, mean, (squares / torch.where(number > 1, number - 1, torch.nan)).sqrt()
 
 
@@ -59,15 +69,27 @@ def advantages(rewards: torch.Tensor, *, scale: bool, leave_one_out: bool) -> to
         leave_one_out: compare with the mean of the other answers, not of all.
 
     Returns:
-        ``[E, G]``.
+        fp64 ``[E, G]``; exactly 0 for equal rewards.
     """
-    number, mean, deviation = (one[:, None] for one in spread(rewards))
-    found = rewards - mean
+    number, _, found = _centred(rewards)
+    number = number[:, None]
     if leave_one_out:
         found = found * number / (number - 1)
     if scale:
-        found = found / (deviation + 1e-4)
+        found = found / (spread(rewards)[2][:, None] + 1e-4)
     return torch.where(rewards.isnan() | (number < 2), 0.0, found)
+
+
+def _centred(rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Number and mean ``[E]`` of the judged answers, and their rewards minus the mean: fp64 ``[E, G]``.
+
+    The mean is taken of the differences from one of them: the mean of equal numbers may be one bit off.
+    """
+    judged, rewards = ~rewards.isnan(), rewards.double()
+    one = torch.where(judged, rewards, -torch.inf).amax(dim=1, keepdim=True)
+    apart = torch.where(judged, rewards - one, torch.nan)
+    mean = apart.nanmean(dim=1, keepdim=True)
+    return judged.sum(dim=1), (one + mean)[:, 0], apart - mean
 
 
 class Grpo(Method):

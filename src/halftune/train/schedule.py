@@ -13,6 +13,7 @@ from transformers import get_scheduler
 
 from halftune.config.optimizers import SCHEDULES
 from halftune.config.sections.training import TrainingSection
+from halftune.core.errors import ConfigError
 
 # lr_scheduler_type → (options, peak learning rate, steps of warm-up, all steps) → arguments of transformers' function
 _ARGUMENTS: dict[str, Callable[[dict[str, Any], float, int, int], dict[str, Any]]] = {
@@ -29,11 +30,27 @@ _ARGUMENTS: dict[str, Callable[[dict[str, Any], float, int, int], dict[str, Any]
 def warmup_steps(training: TrainingSection, total_steps: int) -> int:
     """Steps in which the learning rate rises: ``warmup_steps``, else ``warmup_ratio`` of all, rounded up.
 
-    The first of them trains nothing, so at most half of a very short run is warm-up.
+    The first of them trains nothing, so a ratio leaves at least the last step at the peak.
     """
     if training.warmup_steps is not None:
         return training.warmup_steps
-    return min(math.ceil(training.warmup_ratio * total_steps), total_steps // 2)
+    return min(math.ceil(training.warmup_ratio * total_steps), max(0, total_steps - 1))
+
+
+def check_steps(training: TrainingSection, total_steps: int) -> int:
+    """The steps of the run, which may depend on the data, once warm-up and decay are known to fit into them.
+
+    Raises:
+        ConfigError: warm-up, or warm-up and decay, take longer than the run.
+    """
+    warmup, spec = warmup_steps(training, total_steps), SCHEDULES[training.lr_scheduler_type]
+    share = training.lr_decay_ratio or spec.options.get("lr_decay_ratio", 0.0)
+    if warmup and (warmup >= total_steps or warmup + math.floor(share * total_steps) > total_steps):
+        decay = f" and decay ({share:g} of all)" if share else ""
+        what = f"expected a shorter warm-up ({warmup} steps){decay}: the run has {total_steps} steps"
+        remedy = "lower training.warmup_steps, or use training.warmup_ratio"
+        raise ConfigError(what, where="training.warmup_steps", remedy=remedy, code="config.out_of_range")
+    return total_steps
 
 
 def steps_between(every: float, total_steps: int) -> int:

@@ -50,7 +50,7 @@ from halftune.train.parallel import make_strategy
 from halftune.train.parallel.processes import check_agreed, keep_freed_memory, make_accelerator
 from halftune.train.parallel.strategy import Strategy
 from halftune.train.run_folder.start_or_resume import RunFolder
-from halftune.train.schedule import make_schedule
+from halftune.train.schedule import check_steps, make_schedule
 from halftune.train.state import TrainState
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def build(
     strategy, model, wrapped = place_model(config, plan, accelerator, tokenizer, data, resume_from)
     feed = feed_of(config, plan, accelerator, data, model, tokenizer)
     check_agreed(accelerator, "training data", feed.fingerprint())
-    total, optimizer = feed.total_steps(), optimizer_of(config, plan, model)
+    total, optimizer = check_steps(config.training, feed.total_steps()), optimizer_of(config, plan, model)
     run = TrainState(
         config=config,
         plan=plan,

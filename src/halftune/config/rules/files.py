@@ -51,7 +51,7 @@ def rewards_exist(run: RunConfig, context: Context) -> Iterator[Violation]:
         if reward.file is None:
             yield from _own_reward(method, reward, at, context)
         elif context.look_at_files and not os.path.isfile(reward.file):
-            yield Violation((*at, "file"), f"no such file: {reward.file}", _near(reward.file))
+            yield _absent((*at, "file"), reward.file, "file")
         elif context.look_at_files and (wrong := _wrong_in(reward.file, reward.function)):
             yield Violation((*at, "file"), f"{reward.file}: {wrong}", "correct the file, or the function's name")
         try:
@@ -111,11 +111,8 @@ def _source(key: KeyPath, source: SourceSection) -> Iterator[Violation]:
         yield from _folder(at, name)
     elif os.path.exists(name):
         yield from _file(at, name)
-    elif os.path.islink(name):
-        what = f"{name} is a broken symbolic link to {os.readlink(name)}"
-        yield Violation(at, what, "fix the symbolic link", code="core.broken_link")
-    elif _is_no_hub_id(name):
-        yield Violation(at, f"no such file or folder: {name}", _near(name))
+    elif os.path.islink(name) or _is_no_hub_id(name):
+        yield _absent(at, name, "file or folder")
     else:
         local = False
     if local and source.split != "train":
@@ -157,6 +154,17 @@ def _file(at: KeyPath, path: str) -> Iterator[Violation]:
 def _ending(path: str) -> str:
     stem = path[:-3] if path.lower().endswith(".gz") else path
     return os.path.splitext(stem)[1].lower()
+
+
+def _absent(at: KeyPath, path: str, wanted: str) -> Violation:
+    """A path where there is no file, or no folder, as ``wanted``."""
+    if os.path.exists(path):
+        got = "a folder" if os.path.isdir(path) else "a pipe or a device"
+        return Violation(at, f"expected a {wanted}, got {got}: {path}", f"use a {wanted}")
+    if os.path.islink(path):
+        what = f"{path} is a broken symbolic link to {os.readlink(path)}"
+        return Violation(at, what, "fix the symbolic link", code="core.broken_link")
+    return Violation(at, f"no such {wanted}: {path}", _near(path))
 
 
 def _near(path: str) -> str:
@@ -201,7 +209,7 @@ def _model(at: KeyPath, name: str, context: Context) -> Iterator[Violation]:
         if at[-1] != "tokenizer":
             yield from _model_folder(at, name)
     elif looks_local(name):
-        yield Violation(at, f"no such folder: {name}", _near(name))
+        yield _absent(at, name, "folder")
     elif not HUB_ID.fullmatch(name) or "--" in name or ".." in name:
         remedy = "use a hub id such as Qwen/Qwen2.5-0.5B-Instruct, a folder, or builtin:<name>"
         yield Violation(at, f"{name!r} is neither a folder nor a hub id", remedy)

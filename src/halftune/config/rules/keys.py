@@ -157,6 +157,20 @@ def warmup_ends_before_training(run: RunConfig, context: Context) -> Iterator[Vi
         )
 
 
+@rule("config.out_of_range", "training.warmup_ratio", "training.lr_decay_ratio", "training.lr_scheduler_type")
+def warmup_and_decay_fit_into_run(run: RunConfig, context: Context) -> Iterator[Violation]:
+    """The shares of warm-up and decay are at most all steps."""
+    training = run.training
+    usual = SCHEDULES[training.lr_scheduler_type].options.get("lr_decay_ratio")
+    if usual is None or training.warmup_steps is not None:
+        return
+    decay = training.lr_decay_ratio or usual
+    if training.warmup_ratio + decay > 1 + 1e-9:
+        most = 1 - training.warmup_ratio
+        what = f"expected at most {most:g} with warmup_ratio {training.warmup_ratio:g}, got {decay:g}"
+        yield Violation(("training", "lr_decay_ratio"), what, "lower it, or training.warmup_ratio")
+
+
 @rule("config.no_effect", "training.optim", *(f"training.{key}" for key in OPTIMIZER_OPTIONS))
 def options_are_the_optimizers(run: RunConfig, context: Context) -> Iterator[Violation]:
     """Options of an optimizer have no effect with others."""

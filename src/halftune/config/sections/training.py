@@ -179,7 +179,8 @@ class TrainingSection(Section):
     """Share of the steps in which `warmup_stable_decay` falls, at the end; default 0.1."""
 
     warmup_ratio: Annotated[Number, Field(ge=0, lt=1)] = 0.03
-    """Share of the steps in which the learning rate rises from zero."""
+    """Share of the steps in which the learning rate rises from zero, rounded up to whole steps, as in transformers. At
+    least the last step has the peak."""
 
     warmup_steps: Annotated[Int, Field(ge=0)] | None = None
     """Warm-up in steps; overrides `warmup_ratio`."""

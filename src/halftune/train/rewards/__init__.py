@@ -26,10 +26,11 @@ from halftune.config.sections.rewards import RewardFunctionSection
 from halftune.core import table
 from halftune.core.errors import ConfigError, TrainingError
 from halftune.core.processes import heartbeat
+from halftune.methods.grpo import level
+from halftune.train.rewards.returned import LARGEST, read_rewards
 
 RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
 _BEAT = 5.0  # seconds
-_LARGEST = torch.finfo(torch.float32).max
 
 # name → make(its section, the method's section), which gives the function
 REWARD_FUNCTIONS: dict[str, str] = {
@@ -87,6 +88,7 @@ class Rewards:
     def __init__(self, method: GrpoMethod) -> None:
         self._sections = list(method.rewards)
         self._functions = [find_function(one, method) for one in method.rewards]
+        self._rounding = torch.zeros(len(self._sections), dtype=torch.float64)  # of the latest rewards, per function
         self._loop = asyncio.new_event_loop()  # one for all batches: clients of the user's functions belong to it
         weakref.finalize(self, self._loop.close)
 
@@ -98,7 +100,7 @@ class Rewards:
         rows: Sequence[Mapping[str, Any]],
         where: str,
     ) -> torch.Tensor:
-        """Rewards, without weights: fp32 ``[F, N]``; NaN where a function gives None.
+        """Rewards, without weights: fp64 ``[F, N]``; NaN where a function gives None.
 
         Functions run one after the other; ``async`` ones then run at the same time.
 
@@ -123,8 +125,9 @@ class Rewards:
         values = self._awaited([found[index] for index in waiting]) if waiting else []
         for index, value in zip(waiting, values, strict=True):
             found[index] = value
-        rewards = [self._checked(*each, len(completions), where) for each in zip(self._sections, found, strict=True)]
-        return torch.tensor(rewards, dtype=torch.float32)
+        read = [self._checked(*each, len(completions), where) for each in zip(self._sections, found, strict=True)]
+        self._rounding = torch.tensor([rounding for _, rounding in read], dtype=torch.float64)
+        return torch.tensor([values for values, _ in read], dtype=torch.float64)
 
     def _awaited(self, waiting: list[Awaitable[Any]]) -> list[Any]:
         try:
@@ -135,28 +138,36 @@ class Rewards:
             return pool.submit(self._loop.run_until_complete, _all(waiting)).result()
 
     @staticmethod
-    def _checked(section: RewardFunctionSection, given: Any, count: int, where: str) -> list[float]:
+    def _checked(section: RewardFunctionSection, given: Any, count: int, where: str) -> tuple[list[float], float]:
         with _named(section, where):
             if isinstance(given, BaseException):
                 raise given
-            given = list(given)  # a generator, too
-            values = [math.nan if one is None else float(one) for one in given]
-            if len(values) != count:
-                raise ValueError(f"{len(values)} values for {count} answers")
-            if any(not abs(one) <= _LARGEST for one, told in zip(values, given, strict=True) if told is not None):
-                raise ValueError("a value is not finite in fp32")
-            return values
+            return read_rewards(given, count)
 
     @property
     def weights(self) -> torch.Tensor:
-        """fp32 ``[F]``."""
-        return torch.tensor([one.weight for one in self._sections])
+        """fp64 ``[F]``."""
+        return torch.tensor([one.weight for one in self._sections], dtype=torch.float64)
 
-    def total(self, rewards: torch.Tensor) -> torch.Tensor:
-        """The weighted sum ``[N]`` of rewards ``[F, N]``; NaN where all with a weight are NaN, which counts nothing."""
+    def total(self, rewards: torch.Tensor, group: int = 1) -> torch.Tensor:
+        """The weighted sum ``[N]`` of the latest rewards ``[F, N]``; NaN where all with a weight are NaN, which counts
+        nothing. Sums of a group of answers that are equal but for rounding become the same number.
+
+        Raises:
+            TrainingError: a sum is not finite in fp32.
+        """
         weights = self.weights[:, None]
         unjudged = (rewards.isnan() | (weights == 0)).all(dim=0)
-        return torch.where(unjudged, torch.nan, (rewards * weights).nansum(dim=0))
+        parts = torch.where(rewards.isnan(), 0.0, rewards * weights)
+        totals = torch.where(unjudged, torch.nan, parts.sum(dim=0))
+        if not bool((unjudged | (totals.abs() <= LARGEST)).all()):
+            what, remedy = "a weighted sum of rewards is not finite in fp32", "use smaller rewards or weights"
+            raise TrainingError(what, where="method.rewards", remedy=remedy, code="train.reward_failed")
+        parts = parts.view(len(parts), -1, group)  # [F, E, G]
+        rounding = self._rounding[:, None] * (parts != parts[..., :1]).any(dim=2)  # what never varies is no difference
+        rounding = rounding + len(parts) * torch.finfo(torch.float64).eps  # of this sum
+        bound = (rounding * parts.abs().amax(dim=2)).sum(dim=0)
+        return level(totals.view(-1, group), bound).flatten()
 
 
 async def _all(waiting: Iterable[Awaitable[Any]]) -> list[Any]:
@@ -183,5 +194,5 @@ def _named(section: RewardFunctionSection, where: str) -> Iterator[None]:
         yield
     except (Exception, SystemExit) as error:  # exit(0) would end training as if it were complete
         what = f"reward function {section.function}: {type(error).__name__}: {error}"
-        remedy = "a reward function takes prompts, completions and **columns, and returns a number for each"
+        remedy = "a reward function takes prompts, completions and **columns, and returns a list of numbers or None"
         raise TrainingError(what, where=where, remedy=remedy, code="train.reward_failed") from error

@@ -37,8 +37,8 @@ class Group:
         answers: G answers.
         texts: their texts.
         asked: the prompt's text.
-        found: ``[G, F]``, of each reward function; NaN: nothing to say.
-        rewards: ``[G]``, their weighted sum; NaN where all have nothing to say.
+        found: fp64 ``[G, F]``, of each reward function; NaN: nothing to say.
+        rewards: fp64 ``[G]``, their weighted sum, see ``Rewards.total``; NaN where all have nothing to say.
     """
 
     index: int
@@ -135,7 +135,7 @@ class GrpoRollouts:
         texts = [visible_text(self.run.tokenizer, one.ids.tolist(), added) for one in answers]
         asked = [self.run.tokenizer.decode(one, skip_special_tokens=True) for one in repeated]
         found = self.rewards(asked, texts, [one.ids.tolist() for one in answers], rows, feed.split.where(examples))
-        totals, made = self.rewards.total(found), []
+        totals, made = self.rewards.total(found, number), []
         for place, index in enumerate(examples):
             own = slice(place * number, (place + 1) * number)
             words = asked[place * number]
@@ -197,6 +197,7 @@ class GrpoRollouts:
             columns[DROPPED] = torch.tensor(dropped, dtype=torch.float32)
         if section.server is not None:
             columns[SERVED] = torch.cat(known) if known else torch.zeros(0)
+        columns = {name: one.float() for name, one in columns.items()}
         indices = [one.index for one in groups]
         made = feed.batch_of(examples, weights, columns, indices, packed=feed.batch.packing.value)
         return feed.with_media(made, indices, examples)
