@@ -160,7 +160,7 @@ def test_the_card_states_the_step_of_its_weights(
     losses = {1: (2.0, 1.75), 2: (1.25, 1.5), 3: (1.0, 1.625)}
     lines = [{"step": at, "loss": one, "eval_loss": two, "tokens_trained": 10} for at, (one, two) in losses.items()]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    write_card(replace(run, loaded=loaded, folder=tmp_path, step=step), tmp_path, Options(tmp_path))
+    write_card(replace(run, loaded=loaded, folder=tmp_path, step=step), tmp_path, Options(tmp_path), "bf16")
     body = (tmp_path / "README.md").read_text().split("---\n", 2)[2]
     rows = dict(line.strip("| ").split(" | ") for line in body.splitlines() if line.startswith("| "))
     assert (rows["steps"], rows["trained tokens"]) == (str(expected), str(10 * expected))

@@ -114,7 +114,7 @@ def export_run(
                 save_tokenizer(load_tokenizer(run.result), partial)
             needs_care = (partial / README).is_file()
             if card:
-                write_card(run, partial, Options(output))
+                write_card(run, partial, Options(output), stored)
             seal(partial, MANIFEST, facts=manifest_facts(partial))
     except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
         remedy = f"{write_error_remedy(error)}, or choose another output folder"

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 
 from safetensors import SafetensorError
 
+from halftune.config.facts.safetensors_headers import main_format, read_header
 from halftune.core.atomic import whole_folder, write_error_remedy
 from halftune.core.choice import Format
 from halftune.core.errors import TrainingError
@@ -44,6 +45,13 @@ class Target:
 def _of_gguf(options: Options) -> Format | None:
     formats: dict[str, Format] = {"f16": "fp16", "bf16": "bf16", "q8_0": "fp32"}
     return formats[options.gguf_type]  # no weight is rounded twice
+
+
+def _stored(run: CompletedRun, options: Options) -> str:
+    """The number format of the weights in a target."""
+    if options.target == "adapter":
+        return main_format(read_header(run.final / "adapter_model.safetensors")) or "unknown"
+    return options.gguf_type if options.target == "gguf" else f"{options.target} (linear layers)"
 
 
 def _of_base(_options: Options) -> Format | None:
@@ -100,7 +108,7 @@ def export_target(
             progress("converting", 0, 0)
             with whole_folder(output) as partial:
                 lines += named(row.write)(run, source, partial, options)
-                write_card(run, partial, options)
+                write_card(run, partial, options, _stored(run, options))
                 seal(partial, MANIFEST, facts=manifest_facts(partial))
     except (OSError, SafetensorError) as error:
         remedy = f"{write_error_remedy(error)}, or choose another output folder"
