@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from safetensors import SafetensorError
 
@@ -19,7 +17,7 @@ from halftune.core.table import named
 from halftune.export.card import write_card
 from halftune.export.merged import export_run
 from halftune.export.options import Options
-from halftune.export.output import check_output, inputs_of
+from halftune.export.output import check_output, check_overrides, inputs_of, reserved
 from halftune.model.result.completed_run import CompletedRun
 from halftune.model.result.merge import Progress, no_progress
 
@@ -91,15 +89,15 @@ def export_target(
         return [export_run(run, options.output, options.dtype, force=force, progress=progress).describe()]
     row, output = TARGETS[options.target], options.output
     check_output(run.folder, run.final, output, inputs_of(run.loaded.run), force=force)
+    check_overrides(run)
     for package in row.needs:
         need(package, why=f"export to {options.target}")
     named(row.check)(run, options)
-    output.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch:
+        with reserved(output) as scratch:
             source, lines = run.final, []
             if row.merged is not None:
-                source = Path(scratch) / "merged"
+                source = scratch / "merged"
                 lines = (
                     export_run(run, source, row.merged(options), progress=progress, card=False)
                     .describe()

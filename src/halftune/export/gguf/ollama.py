@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -121,15 +121,20 @@ def _split(render: Render, stops: Sequence[str]) -> Turns:
         ends.append(after)
     except (*TEMPLATE_ERRORS, ModelError):  # compared below, if the template leaves it out
         before = after = ""
-    start = "".join(os.path.commonprefix([_PIECES.findall(one)[::-1] for one in ends])[::-1])
+    start = "".join(_common([_PIECES.findall(one)[::-1] for one in ends])[::-1])
     for stop in stops:  # an end of a turn is no part of the next one
         start = start.rpartition(stop)[2].lstrip() if stop in start else start
     if len(ends) == 3:
         system = (before, after.removesuffix(start))
     end = between.removesuffix(start)  # of an answer; mostly also that of a question
-    closing = end if reply.startswith(end) and last.startswith(end) else os.path.commonprefix([reply, last])
+    closing = end if reply.startswith(end) and last.startswith(end) else "".join(_common([reply, last]))
     answer = (reply.removeprefix(closing), end)
     return Turns(system, default.removesuffix(start), (start, closing), answer, last.removeprefix(closing))
+
+
+def _common(texts: Sequence[Sequence[str]]) -> list[str]:
+    """What all texts begin with."""
+    return [some[0] for some in takewhile(lambda some: len(set(some)) == 1, zip(*texts, strict=False))]
 
 
 def _between(render: Render, *roles: str) -> list[str]:
