@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import templates
 from go_template import execute, read_modelfile
 from tiny_gguf import byte_level, sentence_piece
 from tiny_model import checkpoint, finished_run
@@ -23,6 +23,12 @@ from halftune.export.options import Options
 from halftune.export.targets import export_target
 from halftune.model.result.completed_run import open_run
 from halftune.model.tokenizer.named_templates import jinja_of
+
+_SPEC = importlib.util.spec_from_file_location("ollama_templates", Path(__file__).parents[1] / "data" / "templates.py")
+assert _SPEC is not None
+assert _SPEC.loader is not None
+templates = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(templates)
 
 SMOLLM = (
     "{% for m in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"

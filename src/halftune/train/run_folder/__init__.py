@@ -2,7 +2,7 @@
 
 In: a path, a config.
 Out: whether a run may start, go on or be read there.
-Imported by: `bench`, `certify`, `cli`, `evaluate`, `halftune_webui`, `train.callbacks`, `train.checkpoint`,
-    `train.finish`, `train.loop`, `train.parallel`, `train.report`, `train.save_restore`, `train.setup`,
+Imported by: `bench`, `certify`, `cli`, `evaluate`, `halftune_webui`, `train.checkpoint`,
+    `train.finish`, `train.loop`, `train.parallel`, `train.save_restore`, `train.setup`,
     `train.signals`, `train.trainer`.
 """
