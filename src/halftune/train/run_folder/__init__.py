@@ -1,4 +1,4 @@
-"""A run on disk, without torch: its folder, its lock, its checkpoints, its metrics.
+"""A run on disk, without torch: its folder, its lock, its checkpoints.
 
 In: a path, a config.
 Out: whether a run may start, go on or be read there.
