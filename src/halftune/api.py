@@ -22,6 +22,7 @@ from halftune.config.recipe_facts import model_facts
 from halftune.core.atomic import write_text
 from halftune.core.errors import ConfigError, HalftuneError
 from halftune.core.files import cache_dir
+from halftune.core.run_metrics import read_metrics
 from halftune.hardware.catalogue import lookup
 from halftune.hardware.probe import probe
 from halftune.launch.command import processes, world_size
@@ -135,8 +136,7 @@ class Result:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Every line of ``metrics.jsonl``: a step or an evaluation each."""
-        text = (self.folder / "metrics.jsonl").read_text(encoding="utf-8")
-        return [json.loads(line) for line in text.splitlines()]
+        return list(read_metrics(self.folder))
 
     def frame(self) -> pandas.DataFrame:
         """The metrics as a pandas frame."""

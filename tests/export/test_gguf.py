@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 from halftune.cli import main
 from halftune.core.errors import ModelError
 from halftune.core.packaged import read_yaml
-from halftune.export.gguf.ollama import modelfile
 from halftune.export.gguf.vocabulary import CONTROL, UNUSED, USER_DEFINED, read_vocabulary
 from halftune.export.gguf.write import compare, open_source, write_gguf
 
@@ -137,27 +136,6 @@ def test_f16_cannot_hold_every_weight(tmp_path: Path, tokenizers: dict[str, Any]
     with pytest.raises(ModelError) as caught:
         write_gguf(open_source(place, tokenizers["qwen2"]), tmp_path / "model.gguf", "f16", "tiny")
     assert caught.value.code == "export.beyond_range"
-
-
-def test_the_modelfile_has_the_turns_of_the_template(tokenizers: dict[str, Any]) -> None:
-    text = modelfile("m.gguf", tokenizers["qwen2"], ["</s>", "<|end|>"], 512)
-    turn = "<|turn|>{role}\n{{{{ .Content }}}}<|end|>\n"
-    for role in ("system", "user", "assistant"):
-        assert f'eq .Role "{role}" }}}}{turn.format(role=role)}' in text
-    assert text.startswith("FROM ./m.gguf\n")
-    assert 'PARAMETER stop "<|end|>"\n' in text
-    assert "PARAMETER num_ctx 512\n" in text
-
-
-@pytest.mark.parametrize(
-    "template", ["{{ messages | length }}", "{% for m in messages %}{{ loop.index }}{{ m.content }}{% endfor %}"]
-)
-def test_a_template_that_is_no_sequence_of_turns_is_left_out(template: str, tokenizers: dict[str, Any]) -> None:
-    import copy
-
-    tokenizer = copy.deepcopy(tokenizers["qwen2"])
-    tokenizer.chat_template = template
-    assert not any(line.startswith("TEMPLATE") for line in modelfile("m.gguf", tokenizer, [], 512).splitlines())
 
 
 def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

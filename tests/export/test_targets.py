@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,12 +19,13 @@ from tiny_model import checkpoint, finished_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from halftune.cli import main
-from halftune.core.errors import ModelError
+from halftune.core.errors import ConfigError, ModelError
 from halftune.core.manifest import MANIFEST, damage
 from halftune.core.packaged import read_yaml
 from halftune.export import quantised
 from halftune.export.card import write_card
 from halftune.export.options import Options, Quantised
+from halftune.export.output import reserved
 from halftune.export.targets import TARGETS, export_target
 from halftune.export.vllm import obstacles
 from halftune.model.result.completed_run import open_run
@@ -160,7 +163,7 @@ def test_the_card_states_the_step_of_its_weights(
     losses = {1: (2.0, 1.75), 2: (1.25, 1.5), 3: (1.0, 1.625)}
     lines = [{"step": at, "loss": one, "eval_loss": two, "tokens_trained": 10} for at, (one, two) in losses.items()]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    write_card(replace(run, loaded=loaded, folder=tmp_path, step=step), tmp_path, Options(tmp_path))
+    write_card(replace(run, loaded=loaded, folder=tmp_path, step=step), tmp_path, Options(tmp_path), "bf16")
     body = (tmp_path / "README.md").read_text().split("---\n", 2)[2]
     rows = dict(line.strip("| ").split(" | ") for line in body.splitlines() if line.startswith("| "))
     assert (rows["steps"], rows["trained tokens"]) == (str(expected), str(10 * expected))
@@ -176,3 +179,213 @@ def test_options_that_exclude_each_other(tmp_path: Path, run_folder: Path, optio
         main(["export", str(run_folder), "--output", str(tmp_path / "out"), *options])
     assert left.value.code == 2
     assert not (tmp_path / "out").exists()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from halftune.cli import main
+from halftune.export import targets
+from halftune.export.options import Options
+from halftune.model.result.completed_run import open_run
+
+run, output, points = open_run(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+
+def export(target, replaced=None, number=signal.SIGKILL):
+    if replaced is not None:
+        module, name = replaced.rsplit(".", 1)
+        def deadly(*_, **__):
+            os.kill(os.getpid(), number)
+        setattr(__import__(module, fromlist=[name]), name, deadly)
+    targets.export_target(run, Options(output, target), force=True)
+
+for point in points:
+    target, number, replaced = point.split(":")
+    child = os.fork()
+    if child == 0:
+        try:
+            export(target, replaced, signal.Signals[number])
+        except SystemExit as left:
+            os._exit(left.code)
+        os._exit(0)
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    left = sorted(path.name for path in output.parent.iterdir())
+    print(point, ended, *left)
+    if ended == -signal.SIGKILL:
+        export(target)
+        print("again", 0, *sorted(path.name for path in output.parent.iterdir()))
+"""
+POINTS = {
+    "gguf": ("export.merged.write_model", "export.gguf.target.write_gguf", "export.gguf.target.compare"),
+    "adapter": ("export.targets.write_card", "export.targets.seal"),
+    "int8-wo": ("export.quantised.save_tokenizer",),
+}
+
+
+@pytest.mark.slow
+def test_what_a_killed_export_leaves_is_removed_by_the_next(tmp_path: Path, run_folder: Path) -> None:
+    pytest.importorskip("gguf")
+    pytest.importorskip("torchao")
+    points = [
+        f"{target}:{number}:halftune.{name}"
+        for target, names in POINTS.items()
+        for name in names
+        for number in ("SIGTERM", "SIGHUP", "SIGKILL")
+    ]
+    place = tmp_path / "place"
+    command = [sys.executable, "-c", KILLED, str(run_folder), str(place / "out"), *points]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    assert ended.returncode == 0, ended.stderr
+    lines = [line.split() for line in ended.stdout.splitlines() if line.startswith(("again", *POINTS))]
+    assert len(lines) == len(points) + len(points) // 3
+    for point, code, *left in lines:
+        if "SIGKILL" in point:
+            assert code == "-9"
+            assert any(name.startswith(".out.") for name in left)
+        else:  # before the first whole export there is no folder
+            assert int(code) == (0 if point == "again" else 143 if "SIGTERM" in point else 129), point
+            assert left in ([], ["out"]), point
+
+
+def test_an_export_waits_for_no_other_one(tmp_path: Path, run_folder: Path) -> None:
+    run, out = open_run(str(run_folder)), tmp_path / "out"
+    for target in ("folder", "adapter"):
+        with reserved(out) as scratch:
+            (scratch / "in use").write_text("")
+            with pytest.raises(ModelError) as caught:
+                export_target(run, Options(out, target))
+            assert caught.value.code == "export.output_unusable"
+            assert (scratch / "in use").exists()
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("target", ["folder", "adapter"])
+@pytest.mark.parametrize(
+    "key", ["model.chat_template=chatml", "model.tokenizer=builtin:llama-tiny", "adapter.alpha=64"]
+)
+def test_a_key_that_a_result_has_settled_is_refused(tmp_path: Path, run_folder: Path, target: str, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        export_target(open_run(str(run_folder), [key]), Options(tmp_path / "out", target))
+    assert (caught.value.code, caught.value.where) == ("cli.option_conflict", key.partition("=")[0])
+    assert list(tmp_path.iterdir()) == []
+
+
+ODD_FILES: list[tuple[str, str]] = [
+    ("metrics.jsonl", '{"loss": 1.0}'),
+    ("metrics.jsonl", '{"step": 2, "loss": "x"}'),
+    ("metrics.jsonl", '{"step": 2, "loss": 1.0, "tokens_trained": "5"}'),
+    ("metrics.jsonl", '{"step": "a", "loss": 1.0}'),
+    ("metrics.jsonl", '{"step": 2.5, "loss": [1]}'),
+    *(("metrics.jsonl", one) for one in ("[1]", "5", "[" * 100_000, "\0" * 5000, "")),
+    *(
+        ("environment.json", one)
+        for one in (
+            '{"hardware": {"devices": [1]}}',
+            '{"hardware": {"devices": {"a": 1}}}',
+            '{"hardware": {"devices": [{"name": "A | B"}]}}',
+            '{"hardware": "x"}',
+            '{"packages": [1]}',
+            '{"halftune": {"a": 1}}',
+        )
+    ),
+    *(("data_report.json", one) for one in ('{"train": "x"}', '{"train": [{"name": 5}]}')),
+    *(("plan.json", one) for one in ('{"precision": 5}', '{"precision": {"storage": 5}}', "{}")),
+    *(
+        (name, one)
+        for name in ("environment.json", "data_report.json", "plan.json")
+        for one in ("[1]", "5", "{", "[" * 100_000)
+    ),
+]
+SIDE_FILES = {
+    "metrics.jsonl": {"steps", "trained tokens", "last training loss", "last evaluation loss"},
+    "environment.json": {"versions", "hardware"},
+    "data_report.json": {"training data"},
+    "plan.json": {"storage dtype", "compute dtype"},
+}
+USUAL = {
+    "metrics.jsonl": '{"step": 2, "loss": 1.0, "eval_loss": 2.0, "tokens_trained": 5}',
+    "environment.json": '{"halftune": "1", "packages": {"torch": "2"}, "hardware": {"devices": [{"name": "A"}]}}',
+    "data_report.json": '{"train": [{"name": "x", "samples": 1, "tokens": 2, "trained_tokens": 1}]}',
+    "plan.json": '{"precision": {"storage": {"value": "bf16"}, "compute": {"value": "fp32"}}}',
+}
+
+
+def card_rows(folder: Path) -> dict[str, str]:
+    body = (folder / "README.md").read_text().split("---\n", 2)[2]
+    return dict(line.strip("| ").split(" | ", 1) for line in body.splitlines() if line.startswith("| "))
+
+
+def test_an_odd_side_file_leaves_its_facts_out_of_the_card(
+    tmp_path: Path, run_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also what is no file at all: a pipe, a device, a link out of the folder, a very large file."""
+    place, out = tmp_path / "run", tmp_path / "out"
+    out.mkdir()
+    run = replace(open_run(str(run_folder)), folder=place)
+
+    def written() -> dict[str, str]:
+        (out / "README.md").unlink(missing_ok=True)
+        caplog.clear()
+        write_card(run, out, Options(out), "bf16")
+        return card_rows(out)
+
+    def fresh(odd: str) -> Path:
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+        for name, text in USUAL.items():
+            (place / name).write_text(text)
+        (place / odd).unlink()
+        return place / odd
+
+    fresh("plan.json").write_text(USUAL["plan.json"])
+    usual = written()
+    assert set().union(*SIDE_FILES.values()) <= usual.keys()
+    assert not caplog.records
+
+    def left_out(odd: str) -> None:
+        assert written() == {key: value for key, value in usual.items() if key not in SIDE_FILES[odd]}
+        assert odd in caplog.text
+
+    for odd, text in ODD_FILES:
+        fresh(odd).write_text(text)
+        left_out(odd)
+    (tmp_path / "elsewhere").write_text("{}")
+    for odd in SIDE_FILES:
+        os.mkfifo(fresh(odd))
+        left_out(odd)
+        for target in ("/dev/zero", tmp_path / "elsewhere"):
+            fresh(odd).symlink_to(target)
+            left_out(odd)
+        with fresh(odd).open("wb") as file:
+            file.truncate(3 << 30)
+        left_out(odd)
+
+
+@pytest.mark.parametrize("card", ["---\na: [\n---\n", "---\n- a\n---\n", "---\nmodel-index: 5\n---\n", "\udcff"])
+def test_an_odd_card_of_the_base_model_is_left_out(tmp_path: Path, base: Path, card: str) -> None:
+    own = shutil.copytree(base, tmp_path / "base")
+    run = open_run(str(finished_run(tmp_path / "run", own)))
+    (own / "README.md").write_text(card, errors="surrogateescape")
+    (tmp_path / "out").mkdir()
+    write_card(run, tmp_path / "out", Options(tmp_path / "out"), "bf16")
+    assert card_rows(tmp_path / "out")["saved dtype"] == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("options", "stored"),
+    [
+        ([], "bf16"),
+        (["--dtype", "fp32"], "fp32"),
+        (["--format", "adapter"], "fp32"),
+        (["--format", "gguf", "--gguf-type", "q8_0"], "q8_0"),
+    ],
+)
+def test_the_card_states_the_format_of_what_was_exported(
+    tmp_path: Path, run_folder: Path, options: list[str], stored: str
+) -> None:
+    if "gguf" in options:
+        pytest.importorskip("gguf")
+    with pytest.raises(SystemExit) as left:
+        main(["export", str(run_folder), "--output", str(tmp_path / "out"), *options])
+    assert left.value.code == 0
+    assert card_rows(tmp_path / "out")["saved dtype"] == stored

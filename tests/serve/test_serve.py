@@ -32,7 +32,7 @@ from halftune.serve.app import build_app
 from halftune.serve.batching import PAGE
 from halftune.serve.engine import Engine
 from halftune.serve.middleware import Access
-from halftune.serve.requests import ChatRequest, _Request
+from halftune.serve.requests import ChatRequest, CompletionRequest, _Request
 from halftune.serve.runs import open_runs
 from halftune.serve.sampling import Token
 from halftune.serve.text import TextStream
@@ -265,6 +265,76 @@ def test_requests_that_are_refused(engine: Engine, access: Access) -> None:
     assert post(access, "embeddings", {}).status_code == 404
     assert engine.alive
     assert access.inside == 0
+
+
+JSON_VALUES: list[Any] = [None, True, False, 5, -1, 1.5, 10**30, "", "x", [], [5], [None], {}, {"a": 1}]
+PARTS = [{"type": "text", "text": one} for one in JSON_VALUES] + [
+    {kind: one, "type": kind} for kind in ("image_url", "input_audio", "video_url") for one in JSON_VALUES
+]
+
+
+def odd_messages() -> Iterator[Any]:
+    """Messages in which one field has each type of JSON."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    for one in JSON_VALUES:
+        yield one
+        yield {"role": one, "content": "x"}
+        yield {"role": "user", "content": one}
+        yield {"role": "user", "content": [one]}
+        yield {"role": "user", "content": [{"type": one, "text": "x"}]}
+        for key in ("tool_calls", "name", "tool_call_id", "reasoning_content", "function_call", "refusal"):
+            yield {"role": "assistant", "content": "x", key: one}
+        yield {"role": "tool", "content": one, "tool_call_id": one}
+        yield {**answer, "tool_calls": [one]}
+        for key in ("id", "type", "function"):
+            yield {**answer, "tool_calls": [{**call, key: one}]}
+        for key in ("name", "arguments"):
+            yield {**answer, "tool_calls": [{**call, "function": {**call["function"], key: one}}]}
+        yield {**answer, "tool_calls": [{**call, "function": {"name": "f", "arguments": json.dumps(one)}}]}
+    for part in PARTS:
+        yield {"role": "user", "content": [part]}
+
+
+def odd_bodies(kind: type[_Request], body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The field and a body in which it has each type of JSON."""
+    for one in JSON_VALUES:
+        for name in kind.model_fields:
+            yield name, {**body, name: one}
+        for name in ("stop", "stop_token_ids", "tools", "messages", "prompt", "response_format", "stream_options"):
+            if name in kind.model_fields:
+                yield name, {**body, name: [one]}
+                yield name, {**body, name: {"a": one}}
+        for key in ("type", "function"):
+            tool = {"type": "function", "function": {"name": "f"}}
+            yield "tools", {**body, "tools": [{**tool, key: one}]}
+        for key in ("name", "description", "parameters", "strict"):
+            yield "tools", {**body, "tools": [{"type": "function", "function": {"name": "f", key: one}}]}
+        yield "tools", {**body, "tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": one}}}]}
+        if kind is ChatRequest:
+            yield "chat_template_kwargs", {**body, "chat_template_kwargs": {"enable_thinking": one}}
+
+
+@pytest.mark.slow
+def test_every_field_of_every_type_is_answered_or_refused_by_name(access: Access) -> None:
+    chat: dict[str, Any] = {"model": "one", "messages": ASKED, "max_tokens": 1}
+    text: dict[str, Any] = {"model": "one", "prompt": "x", "max_tokens": 1}
+    cases = [("chat/completions", name, body) for name, body in odd_bodies(ChatRequest, chat)]
+    cases += [("completions", name, body) for name, body in odd_bodies(CompletionRequest, text)]
+    cases += [("chat/completions", "messages", {**chat, "messages": [*ASKED, one]}) for one in odd_messages()]
+    cases += [(path, None, one) for path in ("completions", "chat/completions") for one in JSON_VALUES]  # pyright: ignore
+
+    async def send(_client: openai.AsyncOpenAI) -> list[httpx.Response]:
+        headers = {"Content-Type": "application/json"}
+        urls = [(f"http://localhost/v1/{path}", json.dumps(body).encode()) for path, _, body in cases]
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(access, raise_app_exceptions=False)) as http:  # pyright: ignore
+            return [await http.post(url, content=content, headers=headers) for url, content in urls]
+
+    for (path, name, body), found in zip(cases, with_client(access, send), strict=True):
+        error = {} if found.status_code == 200 else found.json()["error"]
+        at_once = name == "model" and found.status_code == 404
+        assert found.status_code in (200, 400) or at_once, (path, name, body, found.text)
+        assert not error or name is None or error["param"] == name, (path, name, body, found.text)
 
 
 def test_keys_and_limits(engine: Engine) -> None:

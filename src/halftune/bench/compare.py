@@ -15,6 +15,7 @@ from typing import Any
 from halftune.config.load import load_config
 from halftune.core.errors import ConfigError, HalftuneError, PlanError
 from halftune.core.processes.process import this_process
+from halftune.core.processes.signals import unwound_by_signals
 
 # Overrides of measured runs: training steps only, nothing is saved.
 ENDLESS = 1_000_000  # steps; the measurement ends the run
@@ -141,7 +142,7 @@ def measure(case: Case, *, steps: int, warm_up: int) -> dict[str, Any]:
     Raises:
         BenchError: it failed.
     """
-    with tempfile.TemporaryDirectory(prefix="halftune-bench-") as name:
+    with unwound_by_signals(), tempfile.TemporaryDirectory(prefix="halftune-bench-") as name:
         scratch = Path(name)
         own = {**OWN, FOLDER: str(scratch / "run")}
         request, result = scratch / "request.json", scratch / "result.json"

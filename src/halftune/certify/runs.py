@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -23,6 +22,7 @@ from halftune.certify.workbench import TOKENIZER, Workbench, reported
 from halftune.config.facts.model import ModelFacts
 from halftune.config.load import LoadedConfig
 from halftune.config.sections.method import METHOD_SECTIONS
+from halftune.core.run_metrics import read_metrics
 from halftune.hardware import Hardware
 from halftune.model.adapters import load_adapter, without_unused_formats
 from halftune.model.files.architectures import own_architectures
@@ -106,8 +106,7 @@ def methods(bench: Workbench, hardware: Hardware, facts: ModelFacts) -> Iterator
 def train_losses(bench: Workbench, loaded: LoadedConfig) -> str:
     """Train a recipe, and return its losses and gradient norms."""
     folder = train(loaded, bench.plan(loaded)).folder
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "loss" in line]
+    steps = [line for line in read_metrics(folder) if "loss" in line]
     losses, norms = (", ".join(f"{step[name]:.3g}" for step in steps) for name in ("loss", "grad_norm"))
     return f"loss {losses}, gradient norm {norms}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ from pathlib import Path
 
 from halftune.core.processes import heartbeat
 
-WRITING, OLD = ".writing", ".old"
+WRITING, OLD, SCRATCH = ".writing", ".old", ".scratch"
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems that know none
 
 
 def write_text(path: Path, text: str) -> None:
@@ -76,6 +78,35 @@ def whole_folder(target: Path) -> Iterator[Path]:
         raise
     sync(target.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def scratch_folder(target: Path) -> Iterator[Path]:
+    """Yield an empty folder beside ``target`` for intermediate files, and remove it afterwards.
+
+    It has one name for each target and is locked: what a killed process left is removed, what a live one uses is not.
+
+    Raises:
+        BlockingIOError: another process uses it.
+        OSError: it cannot be made.
+    """
+    beside = _beside(target, SCRATCH)
+    beside.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(beside, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+        for path in beside.iterdir():
+            _clear(path)
+        try:
+            yield beside
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+    finally:
+        os.close(descriptor)
 
 
 def remove_folder(path: Path) -> None:

@@ -2,6 +2,6 @@
 
 In: the ``data`` section and a tokenizer.
 Out: `PreparedData`: splits and their report (`pipeline`); `Batch`es (`batch`).
-Imported by: `bench`, `certify`, `cli`, `evaluate`, `halftune_webui`, `infer`, `methods`, `model`, `train`,
+Imported by: `bench`, `certify`, `cli`, `evaluate`, `export`, `halftune_webui`, `infer`, `methods`, `model`, `train`,
     `verify`.
 """

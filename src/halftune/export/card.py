@@ -5,37 +5,48 @@ Paths of the machine are left out: a base model or data set is named if it is on
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCardData
-from huggingface_hub.repocard import metadata_load
+import yaml
+from huggingface_hub import ModelCard, ModelCardData
 
 from halftune.config.reading.names import looks_local
 from halftune.core.errors import HalftuneError
-from halftune.core.files import read_json
+from halftune.core.files import SMALL_JSON, read_json, read_limited, read_text
+from halftune.core.log import get_logger
+from halftune.core.run_metrics import NAME, read_metrics
 from halftune.export.options import Options
 from halftune.model.files.locate import locate
 from halftune.model.result.completed_run import CompletedRun
 
+log = get_logger(__name__)
 README = "README.md"
+Rows = Iterator[tuple[str, object]]
 PACKAGES = ("torch", "transformers", "peft")
 TEXT = {"folder": "transformers", "adapter": "peft", "gguf": "gguf"}
 """Library of the hub for a target; others are transformers'."""
 
 
-def write_card(run: CompletedRun, folder: Path, options: Options) -> None:
+def write_card(run: CompletedRun, folder: Path, options: Options, stored: str) -> None:
     """Write ``README.md``; what an earlier step wrote there (how to load the model) comes after the facts.
+
+    Args:
+        run: the exported run.
+        folder: the folder that is being written.
+        options: has the name and the target.
+        stored: number format of the weights in the folder.
 
     Raises:
         OSError: it cannot be written.
     """
     path = folder / README
-    before = path.read_text(encoding="utf-8") if path.is_file() else ""
+    before = read_text(path) if path.is_file() else ""
     front = ModelCardData(**_front(run, options)).to_yaml()
-    rows = "\n".join(f"| {name} | {value} |" for name, value in _facts(run))
+    rows = "\n".join(f"| {name} | {value} |" for name, value in _facts(run, stored))
     text = f"---\n{front}\n---\n\n# {options.name}\n\n| fact | value |\n|---|---|\n{rows}\n"
     path.write_text(text + (f"\n{before}" if before else ""), encoding="utf-8")
 
@@ -62,37 +73,71 @@ def _of_hub(name: str) -> bool:
 def _license(run: CompletedRun) -> dict[str, str]:
     """The license in the base model's card, if there is one."""
     try:
-        card = metadata_load(locate(run.loaded.run.model) / README) or {}
-    except (OSError, ValueError, HalftuneError):
+        text = read_limited(locate(run.loaded.run.model) / README, SMALL_JSON).decode("utf-8", errors="replace")
+        card = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
+    except (OSError, ValueError, TypeError, yaml.YAMLError, HalftuneError):
         return {}
     return {key: str(card[key]) for key in ("license", "license_name", "license_link") if card.get(key)}
 
 
-def _facts(run: CompletedRun) -> Iterator[tuple[str, object]]:
-    config, precision = run.loaded.run, _read(run.folder, "plan.json").get("precision") or {}
-    yield "method", config.method.type
+def _facts(run: CompletedRun, stored: str) -> Rows:
+    yield "method", run.loaded.run.method.type
     yield "adapter", _adapter(run)
-    for key in ("storage", "trainable", "compute", "saved"):
+    yield from _rows_of(run, "plan.json", _precision)
+    yield "saved dtype", stored
+    yield from _rows_of(run, "data_report.json", _data)
+    yield from _rows_of(run, NAME, _training)
+    yield from _rows_of(run, "environment.json", _environment)
+
+
+def _rows_of(run: CompletedRun, name: str, rows: Callable[[CompletedRun, Path], Rows]) -> list[tuple[str, object]]:
+    """The rows from a file of the run folder; none, and a warning, if its content is not what a run writes."""
+    path = run.folder / name
+    try:
+        return list(rows(run, path))
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        log.warning("the model card leaves out the facts of %s: %s: %s", path, type(error).__name__, error)
+        return []
+
+
+def _precision(_run: CompletedRun, path: Path) -> Rows:
+    precision = read_json(path)["precision"]
+    for key in ("storage", "trainable", "compute"):
         if value := (precision.get(key) or {}).get("value"):
-            yield f"{key} dtype", value
-    data = _read(run.folder, "data_report.json")
-    for kind in ("train", "eval"):
-        for one in data.get(kind) or ():
+            yield f"{key} dtype", _text(value)
+
+
+def _data(_run: CompletedRun, path: Path) -> Rows:
+    report = read_json(path)
+    for kind, title in (("train", "training"), ("eval", "evaluation")):
+        for one in report.get(kind) or ():
             name = one["name"] if _of_hub(one["name"]) or one["name"].startswith("builtin:") else "a local file"
             counts = f"{one['samples']:,} samples, {one['tokens']:,} tokens, {one['trained_tokens']:,} trained"
-            yield f"{'training' if kind == 'train' else 'evaluation'} data", f"{name}: {counts}"
-    yield from _training(run)
-    made = _read(run.folder, "environment.json")
-    packages: dict[str, str] = made.get("packages") or {}
-    versions = {
-        "halftune": made.get("halftune"),
-        **{name: packages.get(name) for name in ("torch", "transformers", "peft")},
-    }
-    if known := [f"{name} {version}" for name, version in versions.items() if version]:
+            yield f"{title} data", f"{_text(name)}: {counts}"
+
+
+def _environment(_run: CompletedRun, path: Path) -> Rows:
+    made = read_json(path)
+    packages = made.get("packages") or {}
+    versions = {"halftune": made.get("halftune"), **{name: packages.get(name) for name in PACKAGES}}
+    if known := [f"{name} {_text(version)}" for name, version in versions.items() if version]:
         yield "versions", ", ".join(known)
-    devices: list[dict[str, Any]] = (made.get("hardware") or {}).get("devices") or []
-    if devices:
-        yield "hardware", f"{len(devices)} × {devices[0]['name']}"
+    names = Counter(_text(one["name"]) for one in (made.get("hardware") or {}).get("devices") or ())
+    if names:
+        yield "hardware", ", ".join(f"{count} × {name}" for name, count in names.items())
+
+
+def _text(value: Any) -> str:
+    """A name in a table.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(value, str) or not value.isprintable() or "|" in value:
+        raise TypeError(f"{str(value)[:50]!r} is not a name")
+    return value
 
 
 def _adapter(run: CompletedRun) -> str:
@@ -101,32 +146,24 @@ def _adapter(run: CompletedRun) -> str:
     return ", ".join([adapter.type, *(f"{key} {value}" for key, value in made.items())])
 
 
-def _training(run: CompletedRun) -> Iterator[tuple[str, object]]:
+def _training(run: CompletedRun, path: Path) -> Rows:
     """Steps, tokens and the last losses of ``metrics.jsonl``, up to the step of the exported weights."""
-    lines, training = list[dict[str, Any]](), run.loaded.run.training
-    try:
-        for line in (run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-            lines.append(json.loads(line))
-    except (OSError, ValueError):  # no metrics, or a last line that was cut off
-        pass
-    step, metric = run.step, training.metric_for_best
+    step, training = run.step, run.loaded.run.training
     if step is None and training.load_best:
-        evaluated = [line for line in lines if line.get(metric) is not None]
-        step = min(evaluated, key=lambda line: line[metric])["step"] if evaluated else None
-    lines = [line for line in lines if step is None or line["step"] <= step]
-    last = {key: value for line in lines for key, value in line.items()}
-    if step is not None or lines:
-        yield "steps", last["step"] if step is None else step
-    if lines:
-        yield "trained tokens", f"{sum(line.get('tokens_trained') or 0 for line in lines):,}"
+        lines, metric = read_metrics(run.folder), training.metric_for_best
+        evaluated = ((line[metric], line["step"]) for line in lines if line.get(metric) is not None)
+        _, step = min((one for one in evaluated if math.isfinite(one[0])), default=(None, None))
+    last, tokens = dict[str, Any](), 0
+    for line in read_metrics(run.folder):
+        if step is None or line["step"] <= step:
+            last |= {key: line[key] for key in ("step", "loss", "eval_loss") if line.get(key) is not None}
+            tokens += line.get("tokens_trained") or 0
+    if not last and path.exists():
+        raise ValueError("no step can be read")
+    if step is not None or last:
+        yield "steps", f"{last['step'] if step is None else step:d}"
+    if last:
+        yield "trained tokens", f"{tokens:,}"
     for key, name in (("loss", "last training loss"), ("eval_loss", "last evaluation loss")):
-        if last.get(key) is not None:
+        if key in last:
             yield name, f"{last[key]:.4f}"
-
-
-def _read(folder: Path, name: str) -> dict[str, Any]:
-    try:
-        found = read_json(folder / name)
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -16,7 +16,7 @@ from halftune.core.errors import TrainingError
 from halftune.core.manifest import MANIFEST, manifest_facts, seal
 from halftune.export.card import write_card
 from halftune.export.options import Options
-from halftune.export.output import check_output, inputs_of
+from halftune.export.output import check_output, check_overrides, inputs_of, reserved
 from halftune.model.files.identity import check_base
 from halftune.model.files.locate import locate
 from halftune.model.files.result import base_of_result
@@ -96,6 +96,7 @@ def export_run(
         TrainingError: ``output`` cannot be written (a full disk …).
     """
     check_output(run.folder, run.final, output, inputs_of(run.loaded.run), force=force)
+    check_overrides(run)
     if run.is_adapter:
         check_base(base_of_result(run.final), run.loaded.run.model, allowed=run.any_base)
     headers = read_headers(locate(run.result))
@@ -105,7 +106,7 @@ def export_run(
     source = "set by --dtype" if dtype else _source(run, own, lost)
     progress("loading", 0, 0)
     try:
-        with whole_folder(output) as partial:
+        with reserved(output), whole_folder(output) as partial:
             if not run.is_adapter and stored == own:
                 merge = None
                 shutil.copytree(run.final, partial, dirs_exist_ok=True, ignore=PRIVATE)
@@ -114,7 +115,7 @@ def export_run(
                 save_tokenizer(load_tokenizer(run.result), partial)
             needs_care = (partial / README).is_file()
             if card:
-                write_card(run, partial, Options(output))
+                write_card(run, partial, Options(output), stored)
             seal(partial, MANIFEST, facts=manifest_facts(partial))
     except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
         remedy = f"{write_error_remedy(error)}, or choose another output folder"

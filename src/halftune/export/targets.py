@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from safetensors import SafetensorError
 
+from halftune.config.facts.safetensors_headers import main_format, read_header
 from halftune.core.atomic import whole_folder, write_error_remedy
 from halftune.core.choice import Format
 from halftune.core.errors import TrainingError
@@ -18,7 +17,7 @@ from halftune.core.table import named
 from halftune.export.card import write_card
 from halftune.export.merged import export_run
 from halftune.export.options import Options
-from halftune.export.output import check_output, inputs_of
+from halftune.export.output import check_output, check_overrides, inputs_of, reserved
 from halftune.model.result.completed_run import CompletedRun
 from halftune.model.result.merge import Progress, no_progress
 
@@ -44,6 +43,13 @@ class Target:
 def _of_gguf(options: Options) -> Format | None:
     formats: dict[str, Format] = {"f16": "fp16", "bf16": "bf16", "q8_0": "fp32"}
     return formats[options.gguf_type]  # no weight is rounded twice
+
+
+def _stored(run: CompletedRun, options: Options) -> str:
+    """The number format of the weights in a target."""
+    if options.target == "adapter":
+        return main_format(read_header(run.final / "adapter_model.safetensors")) or "unknown"
+    return options.gguf_type if options.target == "gguf" else f"{options.target} (linear layers)"
 
 
 def _of_base(_options: Options) -> Format | None:
@@ -83,15 +89,15 @@ def export_target(
         return [export_run(run, options.output, options.dtype, force=force, progress=progress).describe()]
     row, output = TARGETS[options.target], options.output
     check_output(run.folder, run.final, output, inputs_of(run.loaded.run), force=force)
+    check_overrides(run)
     for package in row.needs:
         need(package, why=f"export to {options.target}")
     named(row.check)(run, options)
-    output.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch:
+        with reserved(output) as scratch:
             source, lines = run.final, []
             if row.merged is not None:
-                source = Path(scratch) / "merged"
+                source = scratch / "merged"
                 lines = (
                     export_run(run, source, row.merged(options), progress=progress, card=False)
                     .describe()
@@ -100,7 +106,7 @@ def export_target(
             progress("converting", 0, 0)
             with whole_folder(output) as partial:
                 lines += named(row.write)(run, source, partial, options)
-                write_card(run, partial, options)
+                write_card(run, partial, options, _stored(run, options))
                 seal(partial, MANIFEST, facts=manifest_facts(partial))
     except (OSError, SafetensorError) as error:
         remedy = f"{write_error_remedy(error)}, or choose another output folder"

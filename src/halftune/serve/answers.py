@@ -114,7 +114,7 @@ def room_for(engine: Engine, served: Served, request: ChatRequest | CompletionRe
     if room < (1 if wanted is None else wanted):
         asked = "" if wanted is None else f" and the answer may have {wanted:,}"
         message = f"the prompt has {length:,} tokens{asked}; both together may have {engine.max_tokens:,}"
-        raise ApiError(400, message, "context_length_exceeded", "messages" if request.most is None else "max_tokens")
+        raise ApiError(400, message, "context_length_exceeded", request.limited_by)
     return min(served.run.loaded.run.generation.max_new_tokens, room) if wanted is None else wanted
 
 

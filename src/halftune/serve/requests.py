@@ -148,6 +148,12 @@ class ChatRequest(_Request):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
+    def limited_by(self) -> str:
+        """The field that says how long prompt and answer are together."""
+        given = (name for name in ("max_completion_tokens", "max_tokens") if getattr(self, name) is not None)
+        return next(given, "messages")
+
+    @property
     def top(self) -> int | None:
         """How many likeliest tokens are wanted; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -173,6 +179,11 @@ class CompletionRequest(_Request):
     def most(self) -> int | None:
         """Tokens of the answer at most."""
         return self.max_tokens
+
+    @property
+    def limited_by(self) -> str:
+        """The field that says how long prompt and answer are together."""
+        return "prompt" if self.max_tokens is None else "max_tokens"
 
     @property
     def top(self) -> int | None:
@@ -213,7 +224,9 @@ def read_messages(given: list[dict[str, Any]], *, developer: str) -> list[dict[s
 
 
 def _message(given: dict[str, Any], number: int) -> dict[str, Any]:
-    role, content, calls = given.get("role"), given.get("content"), given.get("tool_calls") or []
+    role, content, calls = given.get("role"), given.get("content"), given.get("tool_calls")
+    if not isinstance(calls, list | None):
+        raise ApiError(400, f"messages.{number}: tool_calls is not a list", "invalid_request", "messages")
     if not isinstance(role, str) or not (isinstance(content, str | list) or (content is None and calls)):
         raise ApiError(400, f"messages.{number} needs a role and a content", "invalid_request", "messages")
     if isinstance(content, list) and all(_is_text(part) for part in content):

@@ -2,5 +2,5 @@
 
 In: a `Conversation` and the tokenizer's template.
 Out: a `Rendering`: text, trained turns (`loss_mask`), notes on what the template leaves out.
-Imported by: `certify`, `data.encode`, `data.media`, `data.pipeline`, `data.report`, `model`, `verify`.
+Imported by: `certify`, `data.encode`, `data.media`, `data.pipeline`, `data.report`, `export`, `model`, `verify`.
 """

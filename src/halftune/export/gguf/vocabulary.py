@@ -228,8 +228,14 @@ def _special(tokenizer: PreTrainedTokenizerBase, stops: Collection[int], where: 
     return {name: index for name, index in ids.items() if isinstance(index, int)}
 
 
+def generation_of(folder: Path) -> dict[str, Any]:
+    """The content of a folder's ``generation_config.json``; empty if there is none."""
+    path = folder / "generation_config.json"
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return found if isinstance(found, dict) else {}
+
+
 def stops_of(folder: Path) -> set[int]:
     """The tokens that end an answer by a folder's ``generation_config.json``."""
-    path = folder / "generation_config.json"
-    listed = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+    listed = generation_of(folder).get("eos_token_id")
     return {one for one in (listed if isinstance(listed, list) else [listed]) if isinstance(one, int)}

@@ -8,9 +8,9 @@ from typing import Any
 
 from halftune.core.atomic import whole_file
 from halftune.core.quantities import significant
+from halftune.core.run_metrics import read_metrics
 from halftune.train.callback import Callback
 from halftune.train.report.series import Curves, Points, Series, smoothed, thinned
-from halftune.train.run_folder.metrics import read_metrics
 from halftune.train.state import TrainState
 
 NAME = "loss.png"

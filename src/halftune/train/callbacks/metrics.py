@@ -12,8 +12,8 @@ from typing import Any
 from halftune.core.atomic import sync, write_text
 from halftune.core.files import open_file
 from halftune.core.log import get_logger
+from halftune.core.run_metrics import NAME, read_metrics
 from halftune.train.callback import Callback, Phase, StepMetrics
-from halftune.train.run_folder.metrics import NAME, read_metrics
 from halftune.train.state import TrainState
 from halftune.train.window import Window, finite
 

@@ -15,13 +15,13 @@ from accelerate.utils import broadcast_object_list, gather_object
 from halftune.core.errors import ConfigError
 from halftune.core.log import get_logger
 from halftune.core.processes.process import this_process
+from halftune.core.run_metrics import NAME as METRICS
 from halftune.plan.finalise import ResumedBatch
 from halftune.train.batches.feed import Feed
 from halftune.train.callbacks.metrics import MetricsFile
 from halftune.train.checkpoint.checkpoint import read_state
 from halftune.train.parallel.processes import barrier
 from halftune.train.run_folder.checkpoints import find_damage, folders, newest_valid, step_of
-from halftune.train.run_folder.metrics import NAME as METRICS
 from halftune.train.run_folder.start_or_resume import RunFolder, move_aside
 from halftune.train.state import TrainState
 

@@ -21,9 +21,9 @@ from markupsafe import Markup
 
 from halftune.core.files import MOST_JSON, read_json, read_text
 from halftune.core.packaged import read_written
+from halftune.core.run_metrics import read_metrics
 from halftune.core.templates import render
 from halftune.train.callback import EVAL_SET
-from halftune.train.run_folder.metrics import read_metrics
 
 HERE = "halftune.train.report"  # whose templates and styles make the page
 # chart → line → series

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -13,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
+from halftune.core.atomic import NO_LOCKS
 from halftune.core.errors import ConfigError, TrainingError
 from halftune.core.files import open_file, read_json
 from halftune.core.log import get_logger
@@ -20,7 +20,6 @@ from halftune.core.processes.process import identity
 
 log = get_logger(__name__)
 LOCK = ".lock"
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems that know none
 
 
 @contextmanager
@@ -49,7 +48,7 @@ def locked(path: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise _taken(path) from error
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in NO_LOCKS:
                 raise
             log.warning("%s: this file system has no locks; start no second run in there", path)
         _sign(path, file)
