@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -69,6 +70,47 @@ def test_a_builder_that_dies_is_asked_again(cache: Path, monkeypatch: pytest.Mon
     monkeypatch.delitem(sys.modules, "transformers", raising=False)
     assert architecture_of(LLAMA, multimodal=False) is None
     assert not cache.exists()
+
+
+HELPER = """
+import json, os, signal, sys, time
+
+def describe(raw, multimodal):
+    return {"error": "built here"}
+
+if __name__ == "__main__":
+    sys.stdin.read()
+    WHAT
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "found", "said"),
+    [
+        ("time.sleep(600)", "sizes", "took more than 1 s"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "unbuilt", "signal 9"),
+        ("sys.exit('no space')", "unbuilt", "no space"),
+        ("print('{')", "unbuilt", "did not answer"),
+        ("print(json.dumps({'missing': 'no timm'}))", "unbuilt", "no timm"),
+    ],
+)
+def test_what_ended_the_builder_is_said(
+    what: str, found: str, said: str, cache: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    (tmp_path / "helper_of_a_test.py").write_text(HELPER.replace("WHAT", what))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, value in (("BUILDER", "helper_of_a_test"), ("TIME_LIMIT", 1.0), ("_NOTICE", 0.1)):
+        monkeypatch.setattr(architecture, name, value)
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    monkeypatch.setattr(logging.getLogger("halftune"), "propagate", True)
+    if "sleep" not in what:  # these answer at once, on a slow machine too
+        monkeypatch.setattr(architecture, "TIME_LIMIT", 300.0)
+    assert architecture.architecture_or_reason(LLAMA, multimodal=False) == found
+    assert said in caplog.text
+    assert cache.exists() == (found == "sizes")
 
 
 def test_a_package_that_is_missing_is_no_answer(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

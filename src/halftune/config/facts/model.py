@@ -11,7 +11,7 @@ from halftune.config.builtin_models import BUILTIN_MODELS
 from halftune.config.facts.architecture import (
     Architecture,
     Tensor,
-    architecture_of,
+    architecture_or_reason,
     check_complete,
     prediction_heads,
     total_elements,
@@ -56,8 +56,8 @@ class ModelFacts:
         tie_word_embeddings: whether head and embedding are tied; False if the files contain a different head.
         num_parameters: number of weights, from safetensors headers if available, else of the architecture.
         counted_in: ``headers``, ``architecture``, ``catalogue`` (as ``architecture``, from a config.json that came with
-            halftune); ``sizes`` if transformers cannot build it, ``own code`` for remote
-            code: estimated from a Llama of these sizes.
+            halftune); ``sizes`` if transformers cannot build it, ``unbuilt`` if that could not be tried, ``own code`` for
+            remote code: estimated from a Llama of these sizes.
         linear_layers: number of layers with linear attention or a state-space mixer (0: softmax attention only).
         sliding_window: window of local layers in tokens, or None.
         softcap: attention logit soft-capping value, or None.
@@ -93,7 +93,7 @@ class ModelFacts:
     vocab_size: int
     tie_word_embeddings: bool
     num_parameters: int
-    counted_in: Literal["headers", "architecture", "catalogue", "sizes", "own code"]
+    counted_in: Literal["headers", "architecture", "catalogue", "sizes", "unbuilt", "own code"]
     linear_layers: int = 0
     sliding_window: int | None = None
     softcap: float | None = None
@@ -215,7 +215,8 @@ def facts_from_config(
     """
     where = where or name
     loaded = _untied(raw) if head_apart else raw
-    built = None if own_code else architecture_of(loaded, multimodal=bool(multimodal))
+    found = "own code" if own_code else architecture_or_reason(loaded, multimodal=bool(multimodal))
+    built = found if isinstance(found, Architecture) else None
     parts = built or _NOT_BUILT
     nested, text = _decoder(loaded, parts.text, outer=bool(multimodal))
     model_type = str(text.get("model_type"))
@@ -232,7 +233,7 @@ def facts_from_config(
         dtype=main_format(language) or dtype_of(text),
         **sizes,
         num_parameters=0,
-        counted_in="own code" if own_code else "architecture" if built else "sizes",
+        counted_in="architecture" if isinstance(found, Architecture) else found,
         **attention(text, family, sizes["num_layers"], where),
         **experts(text, where),
         quantization=_quantization(text, language, where),
