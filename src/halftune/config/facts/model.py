@@ -56,8 +56,8 @@ class ModelFacts:
         tie_word_embeddings: whether head and embedding are tied; False if the files contain a different head.
         num_parameters: number of weights, from safetensors headers if available, else of the architecture.
         counted_in: ``headers``, ``architecture``, ``catalogue`` (as ``architecture``, from a config.json that came with
-            halftune); ``sizes`` if transformers cannot build it, ``unbuilt`` if that could not be tried, ``own code`` for
-            remote code: estimated from a Llama of these sizes.
+            halftune); ``sizes`` if transformers cannot build it, ``unbuilt`` if that was not possible this time, ``own
+            code`` for remote code: estimated from a Llama of these sizes.
         linear_layers: number of layers with linear attention or a state-space mixer (0: softmax attention only).
         sliding_window: window of local layers in tokens, or None.
         softcap: attention logit soft-capping value, or None.
