@@ -29,6 +29,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _MTP = re.compile(r"(?:^|\.)mtp(?:\.|_)")
 log = get_logger(__name__)
 TensorKind = Literal["linear", "conv1d", "router", "head", "embedding", "experts", "parameter"]
+_WRONG_TYPE = "StrictDataclassFieldValidationError"  # of huggingface_hub
 NotBuilt = Literal["sizes", "unbuilt"]
 BUILDER = "halftune.model.meta.shapes"
 TIME_LIMIT = 300.0  # seconds; importing torch the first time takes a minute on a slow disk
@@ -149,26 +150,30 @@ class Architecture:
     experts: tuple[str, ...] = ()
 
 
+class Refused(str):
+    """What transformers says of a value whose type is wrong: loading would fail, too."""
+
+
 def architecture_of(raw: dict[str, Any], *, multimodal: bool) -> Architecture | None:
     """Return the architecture of a parsed config.json; None if it is not built."""
     found = architecture_or_reason(raw, multimodal=multimodal)
     return found if isinstance(found, Architecture) else None
 
 
-def architecture_or_reason(raw: dict[str, Any], *, multimodal: bool) -> Architecture | NotBuilt:
+def architecture_or_reason(raw: dict[str, Any], *, multimodal: bool) -> Architecture | NotBuilt | Refused:
     """Return the architecture of a parsed config.json, or why there is none.
 
     Cached in the user's cache by the config's content and transformers' version. Remote code is not executed.
 
     Returns:
-        The architecture; ``sizes`` if transformers cannot build it; ``unbuilt`` if that could not be tried, which is
-        logged.
+        The architecture; a refusal of a value's type; ``sizes`` if transformers cannot build it for another reason;
+        ``unbuilt`` if that could not be tried, which is logged.
     """
     return _architecture(json.dumps(raw, sort_keys=True, default=str), multimodal)
 
 
 @lru_cache(maxsize=64)
-def _architecture(config: str, multimodal: bool) -> Architecture | NotBuilt:
+def _architecture(config: str, multimodal: bool) -> Architecture | NotBuilt | Refused:
     raw = json.loads(config)
     if _too_deep(raw):
         return "sizes"
@@ -190,10 +195,11 @@ def _architecture(config: str, multimodal: bool) -> Architecture | NotBuilt:
     return _read(answer)
 
 
-def _read(answer: dict[str, Any]) -> Architecture | NotBuilt:
+def _read(answer: dict[str, Any]) -> Architecture | NotBuilt | Refused:
     if "error" in answer:
+        kind, _, said = str(answer["error"]).partition(": ")
         log.debug("cannot build the architecture: %s", answer["error"])
-        return "sizes"
+        return Refused(said.partition(". Errors:")[0]) if kind == _WRONG_TYPE else "sizes"
     if "tensors" not in answer:
         what = (
             "the architecture is not built: %s; sizes are estimated, and missing weights are found while loading only"

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from halftune.config.builtin_models import BUILTIN_MODELS
 from halftune.config.facts.architecture import (
     Architecture,
+    Refused,
     Tensor,
     architecture_or_reason,
     check_complete,
@@ -20,7 +21,7 @@ from halftune.config.facts.config_file import config_file
 from halftune.config.facts.families import OWN, Family, check_causal, family_of, is_reward_model, multimodal_class
 from halftune.config.facts.folder import read_json
 from halftune.config.facts.published import is_published
-from halftune.config.facts.refused_values import TokenIds, check_values, token_ids
+from halftune.config.facts.refused_values import TokenIds, check_generation, check_values, token_ids
 from halftune.config.facts.rwkv7_shape import rwkv7_shape
 from halftune.config.facts.safetensors_headers import (
     Headers,
@@ -159,6 +160,7 @@ def read_model_facts(model: ModelSection) -> ModelFacts:
     check_causal(raw, where=str(file), trust_remote_code=trusted, multimodal=bool(multimodal))
     own_code = trusted and "auto_map" in raw
     check_values(raw, where=str(file), own_code=own_code)
+    check_generation(file.parent)
     headers = read_headers(file.parent)
     apart = bool(headers) and has_head_of_its_own(file.parent)
     try:
@@ -216,6 +218,10 @@ def facts_from_config(
     where = where or name
     loaded = _untied(raw) if head_apart else raw
     found = "own code" if own_code else architecture_or_reason(loaded, multimodal=bool(multimodal))
+    if isinstance(found, Refused):
+        raise ModelError(
+            found, where=where, remedy="correct config.json, or download it again", code="model.config_invalid"
+        )
     built = found if isinstance(found, Architecture) else None
     parts = built or _NOT_BUILT
     nested, text = _decoder(loaded, parts.text, outer=bool(multimodal))
