@@ -18,6 +18,7 @@ from halftune.config.facts import architecture
 from halftune.config.facts.architecture import architecture_of
 from halftune.config.facts.model import read_model_facts
 from halftune.config.sections.model import ModelSection
+from halftune.core.errors import ModelError
 
 LLAMA = {
     **{"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2},
@@ -111,6 +112,18 @@ def test_what_ended_the_builder_is_said(
     assert architecture.architecture_or_reason(LLAMA, multimodal=False) == found
     assert said in caplog.text
     assert cache.exists() == (found == "sizes")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("tie_word_embeddings", "maybe"), ("eos_token_id", "x"), ("rms_norm_eps", "x")]
+)
+def test_a_value_of_the_wrong_type_is_refused(key: str, value: str) -> None:
+    for _ in range(2):  # from the cache, too
+        with pytest.raises(ModelError) as caught:
+            architecture.architecture_or_reason({**LLAMA, key: value}, multimodal=False, where="m/config.json")
+        assert (caught.value.code, caught.value.where) == ("model.config_invalid", "m/config.json")
+        assert key in caught.value.what
+        architecture._architecture.cache_clear()
 
 
 def test_a_package_that_is_missing_is_no_answer(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,16 +160,25 @@ def architecture_of(raw: dict[str, Any], *, multimodal: bool) -> Architecture | 
     return found if isinstance(found, Architecture) else None
 
 
-def architecture_or_reason(raw: dict[str, Any], *, multimodal: bool) -> Architecture | NotBuilt | Refused:
+def architecture_or_reason(
+    raw: dict[str, Any], *, multimodal: bool, where: str = "config.json"
+) -> Architecture | NotBuilt:
     """Return the architecture of a parsed config.json, or why there is none.
 
     Cached in the user's cache by the config's content and transformers' version. Remote code is not executed.
 
     Returns:
-        The architecture; a refusal of a value's type; ``sizes`` if transformers cannot build it for another reason;
-        ``unbuilt`` if that could not be tried, which is logged.
+        The architecture; ``sizes`` if transformers cannot build it; ``unbuilt`` if that could not be tried, which is
+        logged.
+
+    Raises:
+        ModelError: a value has the wrong type; names the file ``where``.
     """
-    return _architecture(json.dumps(raw, sort_keys=True, default=str), multimodal)
+    found = _architecture(json.dumps(raw, sort_keys=True, default=str), multimodal)
+    if isinstance(found, Refused):
+        remedy = "correct config.json, or download it again"
+        raise ModelError(found.removeprefix("config.json: "), where=where, remedy=remedy, code="model.config_invalid")
+    return found
 
 
 @lru_cache(maxsize=64)

@@ -10,7 +10,6 @@ from typing import Any, Literal
 from halftune.config.builtin_models import BUILTIN_MODELS
 from halftune.config.facts.architecture import (
     Architecture,
-    Refused,
     Tensor,
     architecture_or_reason,
     check_complete,
@@ -217,11 +216,7 @@ def facts_from_config(
     """
     where = where or name
     loaded = _untied(raw) if head_apart else raw
-    found = "own code" if own_code else architecture_or_reason(loaded, multimodal=bool(multimodal))
-    if isinstance(found, Refused):
-        raise ModelError(
-            found, where=where, remedy="correct config.json, or download it again", code="model.config_invalid"
-        )
+    found = "own code" if own_code else architecture_or_reason(loaded, multimodal=bool(multimodal), where=where)
     built = found if isinstance(found, Architecture) else None
     parts = built or _NOT_BUILT
     nested, text = _decoder(loaded, parts.text, outer=bool(multimodal))

@@ -31,11 +31,14 @@ _PART_OF_RUN = re.compile(r"final|set-aside|checkpoint-\d+")  # what a run compa
 WEIGHT_ENDINGS = (".gguf", ".bin", ".pt", ".pth", ".safetensors", ".ckpt")
 
 
-@rule("data.not_found", "data.train", "data.eval")
+@rule("data.not_found", "data.train", "data.eval", "data.media_folder")
 def data_exists(run: RunConfig, context: Context) -> Iterator[Violation]:
     """Every source is a builtin set, a readable file or folder with data, or can be a hub id."""
     if not context.look_at_files:
         return
+    if _NO_PATH.search(run.data.media_folder or ""):
+        at = ("data", "media_folder")
+        yield Violation(at, "invalid path", "use the folder of the media", code="config.not_a_path")
     for part, sources in (("train", run.data.train), ("eval", run.data.eval)):
         for index, source in enumerate(sources):
             yield from _source(("data", part, index), source)
@@ -232,7 +235,7 @@ def output_is_writable(run: RunConfig, context: Context) -> Iterator[Violation]:
     """The run folder can be created, holds no base model, and is not in a folder that is read, or in another run."""
     name, at = run.training.output_dir, ("training", "output_dir")
     if not name.strip() or _NO_PATH.search(name):
-        yield Violation(at, f"not a path: {name!r}", "use for example runs/my-first-run", code="config.not_a_path")
+        yield Violation(at, "invalid path", "use for example runs/my-first-run", code="config.not_a_path")
         return
     path = os.path.realpath(name)
     if long := [part for part in path.split(os.sep) if len(os.fsencode(part)) > 255]:
