@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from halftune.config.facts import architecture
 from halftune.config.facts.architecture import architecture_of
 from halftune.config.facts.model import read_model_facts
 from halftune.config.sections.model import ModelSection
+from halftune.core.errors import ModelError
 
 LLAMA = {
     **{"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2},
@@ -69,6 +71,59 @@ def test_a_builder_that_dies_is_asked_again(cache: Path, monkeypatch: pytest.Mon
     monkeypatch.delitem(sys.modules, "transformers", raising=False)
     assert architecture_of(LLAMA, multimodal=False) is None
     assert not cache.exists()
+
+
+HELPER = """
+import json, os, signal, sys, time
+
+def describe(raw, multimodal):
+    return {"error": "built here"}
+
+if __name__ == "__main__":
+    sys.stdin.read()
+    WHAT
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "found", "said"),
+    [
+        ("time.sleep(600)", "sizes", "took more than 1 s"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "unbuilt", "signal 9"),
+        ("sys.exit('no space')", "unbuilt", "no space"),
+        ("print('{')", "unbuilt", "did not answer"),
+        ("print(json.dumps({'missing': 'no timm'}))", "unbuilt", "no timm"),
+    ],
+)
+def test_what_ended_the_builder_is_said(
+    what: str, found: str, said: str, cache: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    (tmp_path / "helper_of_a_test.py").write_text(HELPER.replace("WHAT", what))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, value in (("BUILDER", "helper_of_a_test"), ("TIME_LIMIT", 1.0), ("_NOTICE", 0.1)):
+        monkeypatch.setattr(architecture, name, value)
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    monkeypatch.setattr(logging.getLogger("halftune"), "propagate", True)
+    if "sleep" not in what:  # these answer at once, on a slow machine too
+        monkeypatch.setattr(architecture, "TIME_LIMIT", 300.0)
+    assert architecture.architecture_or_reason(LLAMA, multimodal=False) == found
+    assert said in caplog.text
+    assert cache.exists() == (found == "sizes")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("tie_word_embeddings", "maybe"), ("eos_token_id", "x"), ("rms_norm_eps", "x")]
+)
+def test_a_value_of_the_wrong_type_is_refused(key: str, value: str) -> None:
+    for _ in range(2):  # from the cache, too
+        with pytest.raises(ModelError) as caught:
+            architecture.architecture_or_reason({**LLAMA, key: value}, multimodal=False, where="m/config.json")
+        assert (caught.value.code, caught.value.where) == ("model.config_invalid", "m/config.json")
+        assert key in caught.value.what
+        architecture._architecture.cache_clear()
 
 
 def test_a_package_that_is_missing_is_no_answer(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

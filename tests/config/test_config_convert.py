@@ -18,7 +18,7 @@ from halftune.config.prompts import find_prompt
 from halftune.config.run import RunConfig
 from halftune.convert import optimizers as convert_optimizers
 from halftune.convert.convert import convert_file, report
-from halftune.convert.draft import VALUES, Note, block_of_rules
+from halftune.convert.draft import VALUES, Note, block_of_rules, tables
 from halftune.core.errors import ConfigError
 
 LLAMAFACTORY = """\
@@ -736,11 +736,12 @@ def test_reasons_name_options_that_exist() -> None:
 
 def test_rules_are_well_formed() -> None:
     results = {"to", "as", "value", "words", "otherwise", "why", "put", "none", "changed", "refused", "stop"}
-    known = {"is", "if", "unless", "default", "for"} | results
+    known = {"is", "same", "if", "unless", "default", "for"} | results
     here = Path(convert.__file__).parent
     files = "|".join(path.stem for path in here.glob("keys/*.yaml"))
     sources = "".join(path.read_text() for path in here.rglob("*.py"))
     followed = set(re.findall(rf'"({files})\.([a-z0-9_]+)"', sources))
+    followed |= {("sections", section) for section in tables("sections")}
     rules = [rule for file, block in followed for rule in block_of_rules(file, block)]
     assert len(rules) > 200
     for key, cases in rules:
@@ -1161,8 +1162,9 @@ BASES = {
         ("axolotl", "shuffle_before_merging_datasets: true", "shuffle_before_merging_datasets", "none", {}),
         ("axolotl", "sample_packing_sequentially: true", "sample_packing_sequentially", "none", {}),
         ("axolotl", "data_seed: 7", "data_seed", "none", {}),
-        ("axolotl", "accelerator_config: {dispatch_batches: false}", "accelerator_config", "none", {}),
-        ("axolotl", "accelerator_config: {split_batches: true}", "accelerator_config", "changed", {}),
+        ("axolotl", "accelerator_config: {dispatch_batches: false}", "accelerator_config.dispatch_batches",
+         "none", {}),
+        ("axolotl", "accelerator_config: {split_batches: true}", "accelerator_config.split_batches", "changed", {}),
         ("axolotl", "model_config: {use_cache: false}", "model_config", "none", {}),
         ("axolotl", "save_total_limit: 0", "save_total_limit", "none", {"training.save_total_limit": None}),
         ("LLaMA-Factory", "cp_size: 1", "cp_size", "none", {}),

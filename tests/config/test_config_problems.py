@@ -45,9 +45,9 @@ x.yaml:9: data.packing: expected true or false, or auto, got 'yes' · write true
 x.yaml:10: data.max_length: expected an integer ≥ 8, got 4
 x.yaml:11: data.eval_split: expected a share < 1 or an integer ≥ 1, got 1.5 · write 2, or a share below 1
 x.yaml:13: training.lerning_rate: unknown key · did you mean training.learning_rate?
-x.yaml:15: training.num_train_epochs: expected a number > 0 and ≤ 100000, got 'abc'
+x.yaml:15: training.num_train_epochs: expected a number ≥ 1e-06 and ≤ 100000, got 'abc'
 x.yaml:16: training.warmup_steps: expected less than max_steps (10), got 10: warm-up would never end · lower it, or use warmup_ratio
-x.yaml:18: training.eval_steps: expected an integer ≥ 1, or a number > 0 and < 1, or epoch, or a rate such as 4/epoch, got 'never'
+x.yaml:18: training.eval_steps: expected an integer ≥ 1, or a number ≥ 1e-06 and < 1, or epoch, or a rate such as 4/epoch, got 'never'
 x.yaml:19: training.max_steps: duplicate key, first in x.yaml:17 · keep one of them
 x.yaml:20: training.seed: has no value · write an integer ≥ 0 and ≤ 4294967295, or remove the line"""
 

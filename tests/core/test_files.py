@@ -204,6 +204,15 @@ def test_templates_have_limits() -> None:
     assert "characters" in excess(" " * 2_000_000)
 
 
+@pytest.mark.parametrize(("code", "said"), [(-signal.SIGKILL, "was not checked"), (1, "was not checked: E: broken")])
+def test_a_template_is_not_blamed_for_a_process_that_died(
+    code: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = subprocess.CompletedProcess((), code, "", "Traceback\nE: broken\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_args, **_options: done)
+    assert excess(f"a template that nobody else renders {code}").startswith(said)
+
+
 @pytest.mark.slow  # five seconds of CPU time
 def test_a_template_that_does_not_end() -> None:
     loop = "{% for a in range(9999) %}"

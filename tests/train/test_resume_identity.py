@@ -470,8 +470,40 @@ def test_lost_metrics_are_noticed(recipe, place: Place) -> None:
     assert path.name not in already_finished(again)
 
 
+@pytest.mark.parametrize("old", [False, True])
+def test_changed_metrics_are_noticed(recipe, place: Place, old: bool) -> None:
+    path, state = place["run"] / "metrics.jsonl", place["run"] / "checkpoint-2" / "state.json"
+    if old:  # a checkpoint of an earlier version knows the length only
+        known = json.loads(state.read_text())
+        del known["callbacks"]["MetricsFile"]["sha256"]
+        state.write_text(json.dumps(known))
+        seal(state.parent)
+    text = path.read_text()
+    at = text.index('"loss": ') + len('"loss": ')
+    path.write_text(text[:at] + str((int(text[at]) + 1) % 10) + text[at + 1 :])
+    assert train(*recipe(*settings(place))).step == 4
+    assert ("metrics.jsonl was changed" in (place["run"] / "train.log").read_text()) is not old
+
+
+def test_changed_answers_before_training_are_noticed(recipe, place: Place) -> None:
+    more = ("logging.sample_prompts=[a]", "generation.max_new_tokens=2")
+    shutil.rmtree(place["run"])
+    train(*recipe(*settings(place, *more)))
+    for changed in (False, True):
+        shutil.rmtree(place["run"] / "final")
+        (place["run"] / "finished.json").unlink()
+        path = place["run"] / "samples.json"
+        if changed:
+            rows = json.loads(path.read_text())
+            rows["samples"][0]["before"] += "!"
+            path.write_text(json.dumps(rows))
+        train(*recipe(*settings(place, *more)))
+        assert ("samples.json was changed" in (place["run"] / "train.log").read_text()) is changed
+
+
 def test_metrics_that_are_there_or_elsewhere_are_not_lost(recipe, place: Place, tmp_path: Path) -> None:
     named = f"training.resume={place['run'] / 'checkpoint-2'}"
     for folder in (place["run"], tmp_path / "branch"):
         train(*recipe(*settings(place, f"training.output_dir={folder}", named)))
         assert "lost" not in (folder / "train.log").read_text()
+        assert "was changed after" not in (folder / "train.log").read_text()

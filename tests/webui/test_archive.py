@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import stat
+import threading
 import zipfile
 from pathlib import Path
 
@@ -17,10 +18,10 @@ from halftune_webui.files import is_data
 ROWS = b'{"text": "x"}\n'
 
 
-def unpacked(folder: Path, content: bytes) -> tuple[Path, int]:
+def unpacked(folder: Path, content: bytes, left: threading.Event | None = None) -> tuple[Path, int]:
     with (folder / "packed").open("w+b") as file:
         file.write(content)
-        return archive.unpack(file, folder / "new", is_data)
+        return archive.unpack(file, folder / "new", is_data, left or threading.Event())
 
 
 def packed(*names: str | zipfile.ZipInfo, content: bytes = ROWS) -> bytes:
@@ -99,6 +100,24 @@ def test_a_list_of_files_that_fills_the_memory_is_refused(tmp_path: Path, monkey
     with pytest.raises(HalftuneError) as caught:
         unpacked(tmp_path, packed("a.txt", "b.txt"))
     assert caught.value.code == "core.file_damaged"
+
+
+def test_the_number_of_files_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archive, "_FILES", 2)
+    with pytest.raises(HalftuneError) as caught:
+        unpacked(tmp_path, packed("a.txt", "b.txt", "c.txt"))
+    assert caught.value.code == "data.compressed_too_well"
+    assert os.listdir(tmp_path) == ["packed"]
+    assert unpacked(tmp_path, packed("a.txt", "b.txt", "not_data.exe"))[1] == 1
+
+
+def test_unpacking_ends_when_nobody_waits_for_it(tmp_path: Path) -> None:
+    left = threading.Event()
+    left.set()
+    with pytest.raises(HalftuneError) as caught:
+        unpacked(tmp_path, packed("a.txt"), left)
+    assert caught.value.code == "webui.stopped"
+    assert os.listdir(tmp_path) == ["packed"]
 
 
 def test_a_file_that_is_also_a_folder_leaves_nothing(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 import tempfile
+import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ MEDIA_ENDINGS = (
     *(".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi"),
 )
 _MOST = 32 * 2**30  # bytes of all files of an archive
+_FILES = 50_000  # that are unpacked; each takes about a millisecond, also an empty one
 _INDEX = 2**25  # bytes of an archive's list of files, which zipfile holds in memory: 300,000 names
 
 
@@ -34,20 +36,24 @@ class _Archive(io.BufferedReader):
         return super().read(size)
 
 
-def unpack(packed: io.BufferedRandom, folder: Path, is_data: Callable[[str], bool]) -> tuple[Path, int]:
+def unpack(
+    packed: io.BufferedRandom, folder: Path, is_data: Callable[[str], bool], left: threading.Event
+) -> tuple[Path, int]:
     """Write the data and media files of an archive into a new folder, which appears when all are written.
 
     Args:
         packed: the archive.
         folder: does not exist yet.
         is_data: whether a file of that name can hold rows.
+        left: set when nobody waits for it any more: then it ends, and leaves nothing.
 
     Returns:
         The file of rows, or the folder of several; how many hidden files, links and files of other kinds were left out.
 
     Raises:
         ConfigError: a name leads out of the folder.
-        DataError: damaged or encrypted, far larger than the archive, or without rows.
+        DataError: damaged or encrypted, far larger than the archive, of too many files, or without rows.
+        HalftuneError: nobody waits for it.
         OSError: it cannot be written.
     """
     name = folder.name + ENDING
@@ -63,8 +69,13 @@ def unpack(packed: io.BufferedRandom, folder: Path, is_data: Callable[[str], boo
         if sum(one.file_size for one in taken) > most:  # zipfile reads no more of a file than this size
             what, remedy = f"unpacks to more than {most:,} bytes", "unpack it yourself, and choose the files"
             raise DataError(what, where=name, remedy=remedy, code="data.compressed_too_well")
+        if len(taken) > _FILES:
+            what, remedy = f"has {len(taken):,} files; the maximum is {_FILES:,}", "unpack it yourself on the server"
+            raise DataError(what, where=name, remedy=remedy, code="data.compressed_too_well")
         rows = _rows([PurePosixPath(one.filename) for one in taken if is_data(one.filename)], name)
         for one in taken:
+            if left.is_set():
+                raise HalftuneError("the browser left before it was unpacked", where=name, code="webui.stopped")
             target = Path(place, "new", one.filename)
             target.parent.mkdir(parents=True, exist_ok=True)
             with archive.open(one) as source, target.open("xb") as file:

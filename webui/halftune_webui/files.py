@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import tempfile
+import threading
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -117,7 +119,12 @@ async def _received(settings: Settings, name: str, request: Request) -> tuple[Pa
     if not is_data(name):
         with tempfile.TemporaryFile(dir=target.parent) as file:
             await write(file)
-            return await run_in_threadpool(archive.unpack, file, target, is_data)
+            left = threading.Event()
+            work = asyncio.create_task(run_in_threadpool(archive.unpack, file, target, is_data, left))
+            while not (await asyncio.wait({work}, timeout=1.0))[0]:
+                if await request.is_disconnected():
+                    left.set()
+            return work.result()
     with target.open("xb") as file:
         try:
             await write(file)

@@ -20,6 +20,7 @@ HEADINGS: dict[Kind, str] = {
     "none": "not needed: no effect on what is learned",
 }
 _NEAR = 0.85  # how alike two keys are of which one is taken for a misspelling of the other
+_CONDITIONS = {"is", "if", "unless"}  # without them, a rule says nothing of the keys of a section
 OFF = ("no", "none", "false", "off", "null", "")
 
 
@@ -68,6 +69,12 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "pattern": lambda value: value if isinstance(value, str) else listed(value),  # text is one regular expression
     "true": lambda value: value is True,
 }
+
+
+def not_taken(values: Mapping[str, Any], known: Iterable[str]) -> str:
+    """A clause that names the keys of an entry that are not read, or ""; those that are off say nothing."""
+    unread = [str(key) for key, value in values.items() if key not in known and value not in (None, False)]
+    return f"{', '.join(unread)}: not taken over" if unread else ""
 
 
 def misspelt(key: str, known: Iterable[str]) -> str:
@@ -214,11 +221,11 @@ class Draft:
 
         A rule is a key, or several, and what becomes of it where it is written: its name here, ``section.name`` or
         ``section.name as`` one of `VALUES`; or the first of several cases that holds. A case has conditions and a
-        result. Conditions: ``is``, a value of the key or a list of them; ``if`` and ``unless``, values of other keys,
-        those with a dot being keys of the recipe. There, true and false alone mean on and off. Results: ``to`` with
-        ``as``, ``value``, ``words`` and ``put``, which sets other keys too; ``none``, ``changed``, ``refused`` and
-        ``stop`` with a reason, of which all but ``changed`` have no ``to``. A dotted key has a default, and the name
-        of what is not written there.
+        result. Conditions: ``is``, a value of the key or a list of them; ``same``, a key of the recipe with the same
+        value; ``if`` and ``unless``, values of other keys, those with a dot being keys of the recipe. There, true and
+        false alone mean on and off. Results: ``to`` with ``as``, ``value``, ``words`` and ``put``, which sets other
+        keys too; ``none``, ``changed``, ``refused`` and ``stop`` with a reason, of which all but ``changed`` have no
+        ``to``. A dotted key has a default, and the name of what is not written there.
 
         Raises:
             Refusal: a key that says ``stop`` is on.
@@ -232,7 +239,9 @@ class Draft:
 
     def _holds(self, key: str, case: Mapping[str, Any]) -> bool:
         wanted = {key: case["is"]} if "is" in case else {}
-        unwanted = case.get("unless", {})
+        unwanted, same = case.get("unless", {}), case.get("same")
+        if same and number(self.look(key)) != self.get(same):
+            return False
         return self._are(wanted | case.get("if", {})) and not (unwanted and self._are(unwanted))
 
     def _are(self, wanted: Mapping[str, Any]) -> bool:
@@ -249,6 +258,8 @@ class Draft:
             self._rename(key, value, case, kind, why)
         elif is_off(value) and "is" not in case:
             self.none(key, "is off" if "stop" in case else "is off: no effect on what is learned")
+        elif isinstance(value, dict) and kind == "none" and not _CONDITIONS & case.keys():
+            self.note("changed", key, f"{', '.join(map(str, value))}: see whether they matter")
         else:
             self.note(kind, key, why)
 
@@ -267,7 +278,7 @@ class Draft:
 
     def drop_listed(self, file: str) -> None:
         """Keys without an equivalent, and settings of a feature whose own key decides."""
-        blocks = _file(file)
+        blocks = tables(file)
         self.follow(*(f"{file}.{kind}" for kind in ("values", "none", "changed", "refused") if kind in blocks))
         for feature, prefixes in blocks.get("parts", {}).items():
             for key in [key for prefix in prefixes for key in self.left if key.startswith(prefix)]:
@@ -305,22 +316,26 @@ def _matches(value: Any, wanted: Any) -> bool:
 
 
 @cache
-def _file(name: str) -> dict[str, Any]:
+def tables(name: str) -> dict[str, Any]:
+    """The tables of ``keys/NAME.yaml``."""
     return read_yaml("halftune.convert", f"keys/{name}.yaml")
 
 
 def table(file: str, name: str) -> Any:
     """A table of ``keys/FILE.yaml``."""
-    return _file(file)[name]
+    return tables(file)[name]
 
 
 @cache
 def block_of_rules(file: str, block: str) -> list[tuple[str, list[dict[str, Any]]]]:
     """Keys and what becomes of them: a new name, or the first of several cases that holds."""
-    rows = table(file, block)
-    if block in ("none", "changed", "refused"):  # by their reasons
-        return [(key, [{block: why}]) for why, keys in rows.items() for key in keys]
-    return [(key, _cases(key, rule)) for keys, rule in rows.items() for key in keys.split(", ")]
+    rows, kinds = table(file, block), ("none", "changed", "refused")
+    by_reason = {block: rows} if block in kinds else {kind: rows[kind] for kind in kinds if kind in rows}
+    named = {} if block in kinds else {keys: rule for keys, rule in rows.items() if keys not in kinds}
+    return [
+        *((key, _cases(key, rule)) for keys, rule in named.items() for key in keys.split(", ")),
+        *((key, [{kind: why}]) for kind, rows in by_reason.items() for why, keys in rows.items() for key in keys),
+    ]
 
 
 def _cases(key: str, rule: Any) -> list[dict[str, Any]]:

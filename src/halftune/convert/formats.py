@@ -9,7 +9,7 @@ from halftune.convert.draft import Draft, is_off, table
 SWITCHES = "load_in_4bit load_in_8bit quantization_bit quant_config"
 SINGLE = "double_quantization use_bnb_nested_quant bnb_4bit_use_double_quant"
 SETTINGS = f"""{SINGLE} quantization_method quantization_type bnb_4bit_quant_type bnb_4bit_quant_storage
-    bnb_config_kwargs quantization_device_map"""
+    quantization_device_map"""
 _AS_IT_IS = re.compile(r"(?i:bnb-?[48]bit|-4bit$|\b(awq|gptq)\b)")  # or dequantised on load, like fp8 and mxfp4
 _NOT_TRAINED = re.compile(r"(?i:\b(aqlm|hqq|eetq|exl2|gguf|int8|nvfp4|fp4)\b)")
 ATTENTION = {theirs: ours for ours, names in table("trainer", "attention").items() for theirs in names}

@@ -41,7 +41,6 @@ def of_axolotl(draft: Draft) -> None:
     draft.none("rl", "method.type: grpo")
     section = draft.take("trl")
     draft.left.update(section if isinstance(section, dict) else {})
-    draft.drop("vllm", "the server is started by itself")
     of_trl(draft)
 
 

@@ -16,8 +16,8 @@ from halftune.config.optimizers import OPTIMIZERS, SCHEDULES
 from halftune.config.sections.training import Logger
 from halftune.convert.draft import Draft, is_off, listed, number, table
 from halftune.convert.optimizers import optimizer
+from halftune.convert.sections import sections
 from halftune.core.errors import ModelError
-from halftune.core.files import read_limited
 
 
 def convert_trainer(draft: Draft, folder: Path) -> None:
@@ -38,7 +38,7 @@ def convert_trainer(draft: Draft, folder: Path) -> None:
     draft.follow("trainer.noise")
     whole_steps(draft, "logging_steps", "training.logging_steps")
     draft.follow("trainer.resume", "trainer.defaults")
-    offload(draft, folder)
+    sections(draft, folder)
     remote_code(draft)
     drop_trainer(draft)
 
@@ -61,9 +61,6 @@ def eval_name(name: str) -> str:
 def drop_trainer(draft: Draft) -> None:
     """Label smoothing, and the keys of TrainingArguments without an equivalent; call it when the method is known."""
     draft.follow("trainer.exact")
-    key, given = "accelerator_config", draft.left.get("accelerator_config")
-    if isinstance(given, dict) and not any(map(given.get, ("split_batches", "gradient_accumulation_kwargs"))):
-        draft.drop(key, "says how rows reach the devices, and no more")
     draft.drop_listed("trainer")
 
 
@@ -82,29 +79,6 @@ def warmup(draft: Draft) -> None:
         draft.translated("warmup_ratio", "training.warmup_ratio", ratio)
     if draft.get("training.warmup_steps") is None:
         draft.default("training.warmup_ratio", 0.0, "warmup_ratio")
-
-
-def offload(draft: Draft, folder: Path) -> None:
-    """FSDP or DeepSpeed with weights in main memory."""
-    for key in ("fsdp", "fsdp_config", "deepspeed"):
-        if not is_off(draft.left.get(key)) and _offloads(draft.left[key], folder):
-            draft.take(key)
-            draft.translated(key, "distributed.fsdp.cpu_offload", True, "where the model is shared by fsdp2")
-
-
-def _offloads(value: Any, folder: Path) -> bool:
-    """Whether a value of ``fsdp``, ``fsdp_config`` or ``deepspeed`` moves weights to main memory."""
-    if isinstance(value, dict):
-        words = ("offload_params", "fsdp_offload_params", "offload_param", "offload_optimizer", "zero_optimization")
-        return any(_offloads(value[word], folder) for word in words if word in value) or value.get("device") == "cpu"
-    if isinstance(value, list):
-        return "offload" in value
-    if not isinstance(value, str):
-        return value is True
-    if value.endswith(".json"):
-        with suppress(OSError, ValueError):
-            return _offloads(json.loads(read_limited(folder / value).decode()), folder)
-    return "offload" in value or value.lower() == "true"
 
 
 def remote_code(draft: Draft) -> None:
@@ -134,7 +108,8 @@ def scheduler(draft: Draft, key: str) -> None:
     ours, asked = "training.lr_scheduler_type", str(draft.left.get(key) or "")
     if OPTIMIZERS.get(draft.get("training.optim"), OPTIMIZERS["adamw"]).averages and not asked.startswith("constant"):
         draft.changed(key, ours, "constant_with_warmup", "the average of the weights takes the place of a falling rate")
-        draft.drop("lr_scheduler_kwargs", "belongs to the schedule")
+        if "lr_scheduler_kwargs" in draft.left:
+            draft.none("lr_scheduler_kwargs", "belongs to the schedule")
         return
     draft.words(key, ours, {name: name for name in SCHEDULES}, "cosine", "cosine takes its place")
     given = draft.left.get("lr_scheduler_kwargs")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from halftune.convert import preference, reinforcement
-from halftune.convert.draft import Draft, is_off, table
+from halftune.convert.draft import Draft, is_off, not_taken, table
 from halftune.convert.formats import attention, precision, quantization
 from halftune.convert.trainer import convert_trainer, grouping, periods
 
@@ -89,7 +89,10 @@ def _adapter(draft: Draft) -> None:
 
 def _data(draft: Draft) -> None:
     _named_set(draft)
-    draft.move("datasets", "data.train", lambda mixture: [_of_mixture(entry) for entry in mixture])
+    if draft.has("datasets"):
+        made = [_of_mixture(entry) for entry in draft.take("datasets")]
+        changed = "; ".join(filter(None, (left for _, left in made)))
+        draft.translated("datasets", "data.train", [source for source, _ in made], changed=changed)
     _text_field(draft)
     draft.follow("trl.length")
     _packing(draft)
@@ -136,14 +139,15 @@ def _with_split(path: str, split: Any) -> dict[str, Any]:
     return {"path": path, "split": split} if split not in (None, "train") else {"path": path}
 
 
-def _of_mixture(entry: Any) -> dict[str, Any]:
+def _of_mixture(entry: Any) -> tuple[dict[str, Any], str]:
+    """An entry as one of ours, and what of it is not taken over."""
     if not isinstance(entry, dict):
-        return {"path": str(entry)}
+        return {"path": str(entry)}, ""
     files = entry.get("data_files")
-    path = files if isinstance(files, str) else str(entry.get("path"))
+    path, read = (files, ("data_files",)) if isinstance(files, str) else (str(entry.get("path")), ())
     if entry.get("name"):
         path += f":{entry['name']}"
-    return _with_split(path, entry.get("split"))
+    return _with_split(path, entry.get("split")), not_taken(entry, ("path", "name", "split", *read))
 
 
 def _loss(draft: Draft) -> None:

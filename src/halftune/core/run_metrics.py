@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,3 +34,16 @@ def read_metrics(folder: Path) -> Iterator[dict[str, Any]]:
                 return
             if isinstance(entry, dict):
                 yield entry
+
+
+def digest(folder: Path, size: int) -> str:
+    """The SHA-256 of the first ``size`` bytes of a run's ``metrics.jsonl``; empty where it cannot be read."""
+    summed = hashlib.sha256()
+    try:
+        with open_file(folder / NAME) as file:
+            while size > 0 and (block := file.read(min(size, _LONGEST))):
+                summed.update(block)
+                size -= len(block)
+    except OSError:
+        return ""
+    return summed.hexdigest()

@@ -16,7 +16,7 @@ from halftune.core.errors import TrainingError
 from halftune.core.manifest import MANIFEST, manifest_facts, seal
 from halftune.export.card import write_card
 from halftune.export.options import Options
-from halftune.export.output import check_output, check_overrides, inputs_of, reserved
+from halftune.export.output import check_output, inputs_of, reserved
 from halftune.model.files.identity import check_base
 from halftune.model.files.locate import locate
 from halftune.model.files.result import base_of_result
@@ -96,7 +96,6 @@ def export_run(
         TrainingError: ``output`` cannot be written (a full disk …).
     """
     check_output(run.folder, run.final, output, inputs_of(run.loaded.run), force=force)
-    check_overrides(run)
     if run.is_adapter:
         check_base(base_of_result(run.final), run.loaded.run.model, allowed=run.any_base)
     headers = read_headers(locate(run.result))

@@ -7,18 +7,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from halftune.config.reading.overrides import COMMAND_LINE
 from halftune.config.rules.files import part_of_run
 from halftune.config.run import RunConfig
 from halftune.config.sections.model import LoraAdapter
 from halftune.core.atomic import scratch_folder
-from halftune.core.errors import ConfigError, ModelError
+from halftune.core.errors import ModelError
 from halftune.core.processes.signals import unwound_by_signals
 from halftune.model.files.result import has_manifest
-from halftune.model.result.completed_run import CompletedRun
-
-# keys that a trained result has settled
-FIXED = ("model.tokenizer", "model.chat_template", "model.tokens", "adapter", "method")
 
 
 def inputs_of(config: RunConfig) -> list[Path]:
@@ -65,18 +60,6 @@ def check_output(
             raise _unusable(f"would write over an input of the run: {path}", output)
     if output.is_dir() and any(output.iterdir()):
         _check_content(output, force=force, how=how)
-
-
-def check_overrides(run: CompletedRun) -> None:
-    """Check that no key of the command line asks for another result than the run has.
-
-    Raises:
-        ConfigError: one would be ignored, or the model card would state it.
-    """
-    asked = [key for key, origin in run.loaded.origins.items() if origin == COMMAND_LINE and key.startswith(FIXED)]
-    if asked and run.place is None:  # a checkpoint's result is made with them
-        remedy = f"leave {asked[0]} out, or train with it"
-        raise ConfigError(f"{asked[0]} has no effect", where=asked[0], remedy=remedy, code="cli.option_conflict")
 
 
 @contextmanager

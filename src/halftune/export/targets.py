@@ -17,7 +17,7 @@ from halftune.core.table import named
 from halftune.export.card import write_card
 from halftune.export.merged import export_run
 from halftune.export.options import Options
-from halftune.export.output import check_output, check_overrides, inputs_of, reserved
+from halftune.export.output import check_output, inputs_of, reserved
 from halftune.model.result.completed_run import CompletedRun
 from halftune.model.result.merge import Progress, no_progress
 
@@ -89,7 +89,6 @@ def export_target(
         return [export_run(run, options.output, options.dtype, force=force, progress=progress).describe()]
     row, output = TARGETS[options.target], options.output
     check_output(run.folder, run.final, output, inputs_of(run.loaded.run), force=force)
-    check_overrides(run)
     for package in row.needs:
         need(package, why=f"export to {options.target}")
     named(row.check)(run, options)

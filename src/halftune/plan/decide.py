@@ -30,6 +30,7 @@ COUNTED = {
     "architecture": "counted in the architecture that transformers builds from config.json",
     "catalogue": "counted in the architecture that transformers builds from halftune's own copy of config.json",
     "sizes": "estimated from sizes: transformers cannot build this config",
+    "unbuilt": "estimated from sizes: building this config was not possible this time, see the warning",
     "own code": "estimated from sizes: remote code builds this model",
 }
 

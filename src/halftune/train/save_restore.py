@@ -13,7 +13,7 @@ from halftune.train.checkpoint.resume import (
     move_later_checkpoints,
     restore_place,
     warn_changed_steps,
-    warn_lost_metrics,
+    warn_other_metrics,
     with_micro_batch,
 )
 from halftune.train.numeric_environment import (
@@ -45,7 +45,7 @@ def restore(run: TrainState, callbacks: CallbackList) -> None:
             callbacks.restore(state["callbacks"])
             before = float(state["schedule"]["_last_lr"][0])
         if run.is_main:
-            warn_lost_metrics(run.folder, checkpoint, state["callbacks"])
+            warn_other_metrics(run.folder, checkpoint, state["callbacks"])
         log.info("resuming from %s", checkpoint)
         run.changes.warn(main=run.is_main)
         warn_other_environment(state["made_with"], numeric_environment(run))

@@ -17,10 +17,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from halftune.config.load import load_config
+from halftune.config.load import load_config, read_draft
 from halftune.convert.convert import CONVERTERS, Converted, convert_file, report
 from halftune.core.atomic import is_full, write_error_remedy, write_text
-from halftune.core.errors import ConfigError, TrainingError
+from halftune.core.errors import ConfigError, HalftuneError, TrainingError
 
 REFUSED, REFUSAL = 4, "convert.refused"  # exit code and error code
 
@@ -50,8 +50,8 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None and not refused:
         _write(Path(args.output), converted.yaml, force=args.force)
     if args.json:
-        print(json.dumps(_as_dict(path, converted), indent=2, ensure_ascii=False))
-        return REFUSED if refused else 0
+        print(json.dumps(answer := _as_dict(path, converted), indent=2, ensure_ascii=False))
+        return REFUSED if refused else ConfigError.exit_code if "problems" in answer else 0
     return _print(path, converted, args.output)
 
 
@@ -63,8 +63,17 @@ def _print(path: Path, converted: Converted, output: str | None) -> int:
         return REFUSED
     if output is None:
         print(converted.yaml, end="")
-        return 0
+        if found := _problems(converted):
+            print(f"\nhalftune convert: fix before running:\n{ConfigError(found)}", file=sys.stderr)
+        return ConfigError.exit_code if found else 0
     return _check(output, converted)
+
+
+def _problems(converted: Converted) -> tuple[HalftuneError, ...]:
+    """What makes the recipe invalid, whatever the machine and the files on it."""
+    if converted.status == "refused":
+        return ()
+    return read_draft(Path("recipe"), converted.yaml, look_at_files=False).problems
 
 
 def _check(output: str, converted: Converted) -> int:
@@ -127,11 +136,13 @@ def _row(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _as_dict(path: Path, converted: Converted) -> dict[str, Any]:
+    problems = [str(problem) for problem in _problems(converted)]
     return {
         "file": str(path),
         "framework": converted.framework,
         "status": converted.status,
         **({"code": REFUSAL} if converted.status == "refused" else {}),
+        **({"problems": problems} if problems else {}),
         "recipe": converted.values,
         "keys": [vars(note) for note in converted.notes],
     }

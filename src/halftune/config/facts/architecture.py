@@ -29,8 +29,11 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _MTP = re.compile(r"(?:^|\.)mtp(?:\.|_)")
 log = get_logger(__name__)
 TensorKind = Literal["linear", "conv1d", "router", "head", "embedding", "experts", "parameter"]
+_WRONG_TYPE = "StrictDataclassFieldValidationError"  # of huggingface_hub
+NotBuilt = Literal["sizes", "unbuilt"]
 BUILDER = "halftune.model.meta.shapes"
 TIME_LIMIT = 300.0  # seconds; importing torch the first time takes a minute on a slow disk
+_NOTICE = 20.0  # seconds until it is said what the process waits for
 FORMAT = 6  # version of cached answers
 # More than any model has; building layers takes time even on the meta device.
 MOST_LAYERS = 2000
@@ -147,19 +150,42 @@ class Architecture:
     experts: tuple[str, ...] = ()
 
 
+class Refused(str):
+    """What transformers says of a value whose type is wrong: loading would fail, too."""
+
+
 def architecture_of(raw: dict[str, Any], *, multimodal: bool) -> Architecture | None:
-    """Return the architecture of a parsed config.json; None if transformers cannot build it.
+    """Return the architecture of a parsed config.json; None if it is not built."""
+    found = architecture_or_reason(raw, multimodal=multimodal)
+    return found if isinstance(found, Architecture) else None
+
+
+def architecture_or_reason(
+    raw: dict[str, Any], *, multimodal: bool, where: str = "config.json"
+) -> Architecture | NotBuilt:
+    """Return the architecture of a parsed config.json, or why there is none.
 
     Cached in the user's cache by the config's content and transformers' version. Remote code is not executed.
+
+    Returns:
+        The architecture; ``sizes`` if transformers cannot build it; ``unbuilt`` if that could not be tried, which is
+        logged.
+
+    Raises:
+        ModelError: a value has the wrong type; names the file ``where``.
     """
-    return _architecture(json.dumps(raw, sort_keys=True, default=str), multimodal)
+    found = _architecture(json.dumps(raw, sort_keys=True, default=str), multimodal)
+    if isinstance(found, Refused):
+        remedy = "correct config.json, or download it again"
+        raise ModelError(found.removeprefix("config.json: "), where=where, remedy=remedy, code="model.config_invalid")
+    return found
 
 
 @lru_cache(maxsize=64)
-def _architecture(config: str, multimodal: bool) -> Architecture | None:
+def _architecture(config: str, multimodal: bool) -> Architecture | NotBuilt | Refused:
     raw = json.loads(config)
     if _too_deep(raw):
-        return None
+        return "sizes"
     try:
         said = "|".join((config, str(multimodal), version("transformers"), str(FORMAT)))
         path = cache_dir() / "architectures" / f"{hashlib.sha256(said.encode()).hexdigest()}.json"
@@ -170,7 +196,7 @@ def _architecture(config: str, multimodal: bool) -> Architecture | None:
             return _read(read_json(path, MOST_JSON))
     answer = _built(raw, multimodal)
     try:
-        if path and answer:
+        if path and answer.keys() & {"tensors", "error"}:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, json.dumps(answer))
     except OSError as error:
@@ -178,10 +204,17 @@ def _architecture(config: str, multimodal: bool) -> Architecture | None:
     return _read(answer)
 
 
-def _read(answer: dict[str, Any]) -> Architecture | None:
+def _read(answer: dict[str, Any]) -> Architecture | NotBuilt | Refused:
+    if "error" in answer:
+        kind, _, said = str(answer["error"]).partition(": ")
+        log.debug("cannot build the architecture: %s", answer["error"])
+        return Refused(said.partition(". Errors:")[0]) if kind == _WRONG_TYPE else "sizes"
     if "tensors" not in answer:
-        log.debug("cannot build the architecture: %s", answer.get("error"))
-        return None
+        what = (
+            "the architecture is not built: %s; sizes are estimated, and missing weights are found while loading only"
+        )
+        log.warning(what, answer.get("missing"))
+        return "unbuilt"
     towers, tensors = (
         tuple(Tensor(name, tuple(shape), tuple(layers), kind) for name, shape, kind, layers in answer[part])
         for part in ("towers", "tensors")
@@ -200,17 +233,51 @@ def _too_deep(part: Any) -> bool:
 
 
 def _built(raw: dict[str, Any], multimodal: bool) -> dict[str, Any]:
-    """The builder's answer; empty if it failed, so that it is not cached."""
+    """The builder's answer; ``{"missing": …}`` if there is none, so that it is not cached."""
     request = {"raw": raw, "multimodal": multimodal}
     if "torch" in sys.modules and "transformers" in sys.modules:  # no need for another process
-        return json.loads(json.dumps(importlib.import_module(BUILDER).describe(**request), default=str))
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
+        return _built_here(request)
+    why = ""
+    for _ in range(2):  # one that was killed on a busy machine is started again
+        try:
+            return json.loads(_helper(json.dumps(request)))
+        except subprocess.TimeoutExpired:
+            log.warning("building the architecture took more than %.0f s: trying in this process", TIME_LIMIT)
+            return _built_here(request)
+        except subprocess.CalledProcessError as error:
+            said = error.stderr.strip().splitlines()[-1:]
+            why = f"its process was killed by signal {-error.returncode}" if error.returncode < 0 else " ".join(said)
+        except (OSError, ValueError) as error:
+            why = f"its process did not answer: {error}"
+    return {"missing": why}
+
+
+def _built_here(request: dict[str, Any]) -> dict[str, Any]:
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", BUILDER],
-            input=json.dumps(request), env=environment, capture_output=True, text=True, timeout=TIME_LIMIT, check=True,
-        )  # fmt: skip
-        return json.loads(done.stdout)
-    except (subprocess.SubprocessError, OSError, ValueError) as error:
-        log.debug("cannot build the architecture: %s", error)
-        return {}
+        return json.loads(json.dumps(importlib.import_module(BUILDER).describe(**request), default=str))
+    except ImportError as error:
+        return {"missing": str(error)}
+
+
+def _helper(request: str) -> str:
+    """What a process of its own prints.
+
+    Raises:
+        subprocess.SubprocessError: it takes longer than the limit, or fails.
+        OSError: it cannot be started.
+    """
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-m", BUILDER], env=environment, text=True, **pipes) as process:
+        try:
+            try:
+                said, errors = process.communicate(request, timeout=min(_NOTICE, TIME_LIMIT))
+            except subprocess.TimeoutExpired:
+                log.info("still building the architecture from config.json, for at most %.0f s", TIME_LIMIT)
+                said, errors = process.communicate(timeout=max(TIME_LIMIT - _NOTICE, 0))
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, BUILDER, said, errors)
+    return said

@@ -11,7 +11,7 @@ from halftune.config.builtin_models import BUILTIN_MODELS
 from halftune.config.facts.architecture import (
     Architecture,
     Tensor,
-    architecture_of,
+    architecture_or_reason,
     check_complete,
     prediction_heads,
     total_elements,
@@ -20,7 +20,7 @@ from halftune.config.facts.config_file import config_file
 from halftune.config.facts.families import OWN, Family, check_causal, family_of, is_reward_model, multimodal_class
 from halftune.config.facts.folder import read_json
 from halftune.config.facts.published import is_published
-from halftune.config.facts.refused_values import TokenIds, check_values, token_ids
+from halftune.config.facts.refused_values import TokenIds, check_generation, check_values, token_ids
 from halftune.config.facts.rwkv7_shape import rwkv7_shape
 from halftune.config.facts.safetensors_headers import (
     Headers,
@@ -56,8 +56,8 @@ class ModelFacts:
         tie_word_embeddings: whether head and embedding are tied; False if the files contain a different head.
         num_parameters: number of weights, from safetensors headers if available, else of the architecture.
         counted_in: ``headers``, ``architecture``, ``catalogue`` (as ``architecture``, from a config.json that came with
-            halftune); ``sizes`` if transformers cannot build it, ``own code`` for remote
-            code: estimated from a Llama of these sizes.
+            halftune); ``sizes`` if transformers cannot build it, ``unbuilt`` if that was not possible this time, ``own
+            code`` for remote code: estimated from a Llama of these sizes.
         linear_layers: number of layers with linear attention or a state-space mixer (0: softmax attention only).
         sliding_window: window of local layers in tokens, or None.
         softcap: attention logit soft-capping value, or None.
@@ -93,7 +93,7 @@ class ModelFacts:
     vocab_size: int
     tie_word_embeddings: bool
     num_parameters: int
-    counted_in: Literal["headers", "architecture", "catalogue", "sizes", "own code"]
+    counted_in: Literal["headers", "architecture", "catalogue", "sizes", "unbuilt", "own code"]
     linear_layers: int = 0
     sliding_window: int | None = None
     softcap: float | None = None
@@ -159,6 +159,7 @@ def read_model_facts(model: ModelSection) -> ModelFacts:
     check_causal(raw, where=str(file), trust_remote_code=trusted, multimodal=bool(multimodal))
     own_code = trusted and "auto_map" in raw
     check_values(raw, where=str(file), own_code=own_code)
+    check_generation(file.parent)
     headers = read_headers(file.parent)
     apart = bool(headers) and has_head_of_its_own(file.parent)
     try:
@@ -215,7 +216,8 @@ def facts_from_config(
     """
     where = where or name
     loaded = _untied(raw) if head_apart else raw
-    built = None if own_code else architecture_of(loaded, multimodal=bool(multimodal))
+    found = "own code" if own_code else architecture_or_reason(loaded, multimodal=bool(multimodal), where=where)
+    built = found if isinstance(found, Architecture) else None
     parts = built or _NOT_BUILT
     nested, text = _decoder(loaded, parts.text, outer=bool(multimodal))
     model_type = str(text.get("model_type"))
@@ -232,7 +234,7 @@ def facts_from_config(
         dtype=main_format(language) or dtype_of(text),
         **sizes,
         num_parameters=0,
-        counted_in="own code" if own_code else "architecture" if built else "sizes",
+        counted_in="architecture" if isinstance(found, Architecture) else found,
         **attention(text, family, sizes["num_layers"], where),
         **experts(text, where),
         quantization=_quantization(text, language, where),

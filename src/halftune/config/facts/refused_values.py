@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from halftune.config.builtin_models import BUILTIN_MODELS
+from halftune.config.facts.folder import read_json
 from halftune.config.sections.model import ModelSection
 from halftune.core.errors import ModelError
 from halftune.core.files import read_limited
@@ -26,6 +27,15 @@ _BUILTIN = "builtin:"
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _DTYPE = re.compile(r"(torch\.)?(auto|bfloat16|half|double|bool|float(16|32|64|8_\w+)?|complex\d+|u?int\d+)")
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
+# Keys of config.json and generation_config.json → their least and greatest number; others may be anything but NaN.
+_RANGES = (
+    (re.compile(r"(\w+_)?max_position_embeddings|n_positions|max_seq(uence)?_len(gth)?"), -1, 2**40),
+    (re.compile(r"\w+_token_ids?|\w+_token_index"), -1, 2**31 - 1),
+    (re.compile(r"\w*(dropout|_pdrop)"), 0, 1),
+    (re.compile(r"\w*norm_eps(ilon)?"), 0, 1),
+    (re.compile(r"rope_theta|rotary_emb_base|rope_local_base_freq|(\w+_)?factor|beta_fast|beta_slow"), 0, 1e15),
+)
+_GENERATION = ("eos_token_id", "bos_token_id", "pad_token_id")  # of generation_config.json, which ends answers
 _PARTS = ("text_config", "vision_config", "audio_config")
 
 
@@ -132,6 +142,45 @@ def check_values(raw: dict[str, Any], *, where: str, own_code: bool) -> None:
             _check_layers(part, place, where)
             _check_activation(part, place, where)
             _check_rope(part, place, where)
+    _check_numbers(raw, where)
+
+
+def check_generation(folder: Path) -> None:
+    """Check the token ids and the numbers of a folder's generation_config.json, if there is one.
+
+    Raises:
+        ModelError: it cannot be read; names the key and the value.
+    """
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return
+    raw = read_json(path)
+    for key in _GENERATION:
+        value = raw.get(key)
+        ids = value if isinstance(value, list) else [value]
+        if wrong := [one for one in ids if one is not None and (isinstance(one, bool) or not isinstance(one, int))]:
+            raise _invalid(f"{key}: expected a token id, or a list of them, got {wrong[0]!r}", str(path))
+    _check_numbers(raw, str(path))
+
+
+def _check_numbers(raw: dict[str, Any], where: str) -> None:
+    """Refuse NaN, and numbers out of their key's range, in all sections and lists."""
+    left: list[tuple[str, Any]] = list(raw.items())
+    while left:
+        key, value = left.pop()
+        if isinstance(value, dict):
+            left += [(f"{key}.{name}", inner) for name, inner in value.items()]
+        elif isinstance(value, list):
+            left += [(key, inner) for inner in value]
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            bounds = next((one[1:] for one in _RANGES if one[0].fullmatch(key.rpartition(".")[2])), None)
+            if value != value or (bounds and not bounds[0] <= value <= bounds[1]):
+                expected = f"a number from {bounds[0]} to {bounds[1]}" if bounds else "a number"
+                raise _invalid(f"{key}: expected {expected}, got {value!r}", where)
+
+
+def _invalid(what: str, where: str) -> ModelError:
+    return ModelError(what, where=where, remedy="correct the file, or download it again", code="model.config_invalid")
 
 
 def _check_layers(part: dict[str, Any], place: str, where: str) -> None:

@@ -26,15 +26,19 @@ from halftune.core.table import did_you_mean
 BUILTIN = "builtin:"
 EFFECTIVE = os.access in os.supports_effective_ids  # whether access can be checked for the effective user
 DATA_ENDINGS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".md", ".rst", ".py")
+_NO_PATH = re.compile(r"[\x00-\x1f\x7f-\x9f]|^[A-Za-z][\w+.-]*://")  # control characters, and addresses
 _PART_OF_RUN = re.compile(r"final|set-aside|checkpoint-\d+")  # what a run compares, replaces or removes
 WEIGHT_ENDINGS = (".gguf", ".bin", ".pt", ".pth", ".safetensors", ".ckpt")
 
 
-@rule("data.not_found", "data.train", "data.eval")
+@rule("data.not_found", "data.train", "data.eval", "data.media_folder")
 def data_exists(run: RunConfig, context: Context) -> Iterator[Violation]:
     """Every source is a builtin set, a readable file or folder with data, or can be a hub id."""
     if not context.look_at_files:
         return
+    if _NO_PATH.search(run.data.media_folder or ""):
+        at = ("data", "media_folder")
+        yield Violation(at, "invalid path", "use the folder of the media", code="config.not_a_path")
     for part, sources in (("train", run.data.train), ("eval", run.data.eval)):
         for index, source in enumerate(sources):
             yield from _source(("data", part, index), source)
@@ -210,7 +214,7 @@ def _model(at: KeyPath, name: str, context: Context) -> Iterator[Violation]:
             yield from _model_folder(at, name)
     elif looks_local(name):
         yield _absent(at, name, "folder")
-    elif not HUB_ID.fullmatch(name) or "--" in name or ".." in name:
+    elif not HUB_ID.fullmatch(name) or "--" in name or ".." in name or (at[-1] == "tokenizer" and "/" not in name):
         remedy = "use a hub id such as Qwen/Qwen2.5-0.5B-Instruct, a folder, or builtin:<name>"
         yield Violation(at, f"{name!r} is neither a folder nor a hub id", remedy)
 
@@ -242,9 +246,9 @@ def template_exists(run: RunConfig, context: Context) -> Iterator[Violation]:
 
 @rule("config.output_dir_unusable", "training.output_dir", "model.name_or_path", "data.train", "data.eval")
 def output_is_writable(run: RunConfig, context: Context) -> Iterator[Violation]:
-    """The run folder can be created, does not contain the base model, and is not in a data folder or another run."""
+    """The run folder can be created, holds no base model, and is not in a folder that is read, or in another run."""
     name, at = run.training.output_dir, ("training", "output_dir")
-    if not name.strip() or "\0" in name:
+    if not name.strip() or _NO_PATH.search(name):
         yield Violation(at, "invalid path", "use for example runs/my-first-run", code="config.not_a_path")
         return
     path = os.path.realpath(name)
@@ -276,6 +280,11 @@ def _holds_inputs(run: RunConfig, path: str, at: KeyPath) -> Iterator[Violation]
     model = os.path.realpath(run.model.name_or_path)
     if os.path.isdir(model) and (path == model or model.startswith(path + os.sep)):
         yield Violation(at, "contains the base model, which training would overwrite", "choose another folder")
+    teacher, begun = run.method.teacher_model, getattr(run.adapter, "name_or_path", None)
+    for read in (run.model.name_or_path, run.model.tokenizer, teacher and teacher.name_or_path, begun):
+        if read and os.path.isdir(read) and FilePath(path).parent.is_relative_to(os.path.realpath(read)):
+            yield Violation(at, f"is inside a folder that the run reads: {read}", "choose a folder outside it")
+            break
     for source in (*run.data.train, *run.data.eval):
         if os.path.isdir(source.path) and FilePath(path).is_relative_to(os.path.realpath(source.path)):
             what = f"is inside the data folder {source.path}, whose files are all read as data"

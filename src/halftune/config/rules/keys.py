@@ -207,6 +207,16 @@ def averages_have_no_schedule(run: RunConfig, context: Context) -> Iterator[Viol
         yield Violation(("training", "adam_beta1"), what, "use 0.9", code="config.out_of_range")
 
 
+@rule("config.out_of_range", "data.train", "data.eval", "data.eval_split")
+def shares_take_something(run: RunConfig, context: Context) -> Iterator[Violation]:
+    """A share of the samples below one of a million takes one sample or none of each set."""
+    sources = (("train", run.data.train), ("eval", run.data.eval))
+    shares = {("data", name, at, "weight"): one.weight for name, all_ in sources for at, one in enumerate(all_)}
+    for path, share in (shares | {("data", "eval_split"): run.data.eval_split}).items():
+        if 0 < share < 1e-6:
+            yield Violation(path, f"expected a share ≥ 1e-06, got {share:g}", "write a larger one")
+
+
 @rule("config.out_of_range", "training.max_steps", "training.eval_steps", "data.eval", "data.eval_split")
 def periods_fit_into_run(run: RunConfig, context: Context) -> Iterator[Violation]:
     """Periodic evaluation must happen at least once."""

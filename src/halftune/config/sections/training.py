@@ -127,7 +127,7 @@ class PartRatesSection(Section):
     """Of the projectors."""
 
 
-Share = Annotated[Number, Field(gt=0, lt=1)]
+Share = Annotated[Number, Field(ge=1e-6, lt=1)]
 PerEpoch = Annotated[str, Field(pattern="^[1-9][0-9]{0,5}/epoch$"), "a rate such as 4/epoch"]
 
 
@@ -137,7 +137,7 @@ class TrainingSection(Section):
     output_dir: OutputPath
     """The run folder: config, plan, checkpoints, metrics, report and the final adapter or model."""
 
-    num_train_epochs: Annotated[Number, Field(gt=0, le=100_000)] = 3.0
+    num_train_epochs: Annotated[Number, Field(ge=1e-6, le=100_000)] = 3.0
     """Passes over the training data."""
 
     max_steps: Annotated[Int, Field(ge=1)] | None = None

@@ -12,12 +12,12 @@ from halftune.convert.axolotl.data import data
 from halftune.convert.draft import Draft, is_off, listed, number, table
 from halftune.convert.formats import attention, precision, quantization
 from halftune.convert.optimizers import optimizer
+from halftune.convert.sections import sections
 from halftune.convert.trainer import (
     drop_trainer,
     evaluates,
     loggers,
     lora_plus,
-    offload,
     periods,
     remote_code,
     scheduler,
@@ -57,13 +57,12 @@ def convert(draft: Draft, folder: Path) -> None:
         preference.finish(draft, method)
     draft.follow("axolotl.logging")
     loggers(draft, ("tensorboard", "mlflow", "swanlab", "trackio"))
-    offload(draft, folder)
+    sections(draft, folder)
     remote_code(draft)
     _tokens(draft)
     _model_config(draft)
-    if (draft.left.get("model_quantization_config_kwargs") or {}).get("dequantize"):
-        for key in ("model_quantization_config", "model_quantization_config_kwargs"):
-            draft.none(key, "weights are widened on load")
+    if (draft.source.get("model_quantization_config_kwargs") or {}).get("dequantize"):
+        draft.none("model_quantization_config", "weights are widened on load")
     _without_effect(draft)
     draft.drop_listed("axolotl")
     drop_trainer(draft)

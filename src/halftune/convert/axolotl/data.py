@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from halftune.convert import images, preference
-from halftune.convert.draft import Draft, listed, misspelt, table
+from halftune.convert.draft import Draft, listed, misspelt, not_taken, table
 from halftune.convert.templates import axolotl_template
 from halftune.convert.trainer import grouping
 
@@ -153,12 +153,14 @@ def _columns(entry: dict[str, Any], kind: str) -> dict[str, Any]:
 
 def _left_out(entry: dict[str, Any]) -> list[str]:
     """What a data set says that has no place in ours."""
-    given = {key: value for key, value in entry.items() if value not in (None, False)}
-    said = given.get("message_property_mappings", {})
-    role = said.get("role", given.get("message_field_role", "role"))
-    content = said.get("content", given.get("message_field_content", "content"))
-    found = {key for key in ("field_thinking", "template_thinking_key") if given.get(key) in REASONING}
-    unread = [key for key in given if key not in READ | found]
+    said = entry.get("message_property_mappings") or {}
+    role = said.get("role", entry.get("message_field_role") or "role")
+    content = said.get("content", entry.get("message_field_content") or "content")
+    found = {key for key in ("field_thinking", "template_thinking_key") if entry.get(key) in REASONING}
     turns = "messages hold role and content, or from and value, here"
     left = [] if (role, content) in SPEAKERS else [f"{role}, {content}: {turns}"]
-    return left + ([f"{', '.join(unread)}: not taken over"] if unread else [])
+    unread = (
+        not_taken(entry, READ | found),
+        not_taken(said, {"role", "content", *(key for key in said if said[key] == key)}),
+    )
+    return left + [one for one in unread if one]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from halftune.convert import audio, images, preference
-from halftune.convert.draft import Draft, is_off, listed, number, table
+from halftune.convert.draft import Draft, is_off, listed, not_taken, number, table
 from halftune.convert.formats import attention, precision, quantization
 from halftune.convert.optimizers import project
 from halftune.convert.templates import llamafactory_template
@@ -212,8 +212,10 @@ def _translate_names(draft: Draft, key: str, ours: str, folder: Path, samples: d
     if untrained := _untrained_media(draft, names, known, stage):
         draft.refused(key, f"{', '.join(untrained)}: {MEDIA}")
         return
+    left = [_left_out(known[name], stage) for name in names if isinstance(known.get(name), dict)]
     found = base or where == ONLINE
-    draft.translated(key, ours, sources, changed="" if found else "dataset_info.json was not found: check these paths")
+    changed = "; ".join(filter(None, left)) if found else "dataset_info.json was not found: check these paths"
+    draft.translated(key, ours, sources, changed=changed)
     if known.keys() >= set(names) and not draft.get("data.images"):
         draft.drop("image_max_pixels image_min_pixels", "no source has images")
 
@@ -280,6 +282,15 @@ def _source(name: str, entry: Any, base: Path, stage: str) -> dict[str, Any]:
     if entry.get("num_samples"):
         source["samples"] = entry["num_samples"]
     return source | (_columns(entry) if stage in METHODS else preference.listed_columns(entry, stage))
+
+
+def _left_out(entry: dict[str, Any], stage: str) -> str:
+    """What an entry of dataset_info.json says that has no place in ours."""
+    tags = {key: tag for key, tag in (entry.get("tags") or {}).items() if tag not in table("llamafactory", "tags")}
+    columns = table("llamafactory", "columns")
+    names = set[str]().union(*columns.values()) if stage in METHODS else entry.get("columns") or ()
+    left = not_taken(entry, table("llamafactory", "read")), not_taken(tags, ())
+    return "; ".join(filter(None, (*left, not_taken(entry.get("columns") or {}, names))))
 
 
 def _columns(entry: dict[str, Any]) -> dict[str, Any]:

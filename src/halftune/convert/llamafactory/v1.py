@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from halftune.config.reading.yaml_source import parse, read_text
-from halftune.convert.draft import Draft, Refusal, is_off, listed, number, table
+from halftune.convert.draft import Draft, Refusal, is_off, listed, not_taken, number, table
 from halftune.convert.formats import attention, precision, quantization
 from halftune.convert.llamafactory.llamafactory import MEDIA, MEDIA_NAMES, drop_keys, frozen
-from halftune.convert.trainer import drop_trainer, offload, remote_code, scheduler
+from halftune.convert.sections import sections
+from halftune.convert.trainer import drop_trainer, remote_code, scheduler
 from halftune.core.errors import ConfigError
 
 # The command that starts a config says which method it is for, not the config: only the data can tell.
 _PAIRS = re.compile(r"(^|[_/-])(dpo|pairs?|pref\w*)([_./-]|$)")
 FORMATS = ("alpaca", "sharegpt")
+READ = ("path", "converter", "size", "split", "source", "streaming")  # of a data set
+QUANTISED = ("quantization_bit", "double_quantization", "quantization_type")  # of quant_config
 
 
 def convert(draft: Draft, folder: Path) -> None:
@@ -35,13 +38,9 @@ def convert(draft: Draft, folder: Path) -> None:
     _quantised(draft)
     _data(draft, folder)
     _training(draft)
-    dist = draft.left.get("dist_config")
-    if isinstance(dist, dict) and dist.get("name") == "deepspeed":
-        draft.left["deepspeed"] = dist.get("config_file")
-        offload(draft, folder)
-        draft.take("deepspeed")
-        draft.forget("deepspeed")
-    draft.drop("dist_config", "distributed.strategy: auto shares the model by fsdp2 where it does not fit")
+    if (draft.left.get("dist_config") or {}).get("name") == "deepspeed":
+        draft.left["deepspeed"] = draft.left["dist_config"].get("config_file")
+    sections(draft, folder)
     remote_code(draft)
     drop_keys(draft)
     drop_trainer(draft)
@@ -86,7 +85,8 @@ def _quantised(draft: Draft) -> None:
     if isinstance(asked, dict) and asked.get("name", "bnb") in ("bnb", "auto"):
         bits = asked.get("quantization_bit") or (4 if asked.get("name", "bnb") == "bnb" else None)
         draft.left["quant_config"] = bits
-        draft.left.update({key: asked[key] for key in ("double_quantization", "quantization_type") if key in asked})
+        draft.left.update({f"quant_config.{key}": asked[key] for key in asked.keys() - {"name", *QUANTISED}})
+        draft.left.update({key: asked[key] for key in QUANTISED[1:] if key in asked})
     quantization(draft, "model")
 
 
@@ -104,7 +104,8 @@ def _data(draft: Draft, folder: Path) -> None:
         why = "the list of data sets was not found: name the sources themselves"
         draft.changed("train_dataset", "data.train", [{"path": name}], why)
     else:
-        draft.translated("train_dataset", "data.train", [_source(entry) for entry in sets.values()])
+        left = "; ".join(filter(None, (not_taken(entry, READ) for entry in sets.values())))
+        draft.translated("train_dataset", "data.train", [_source(entry) for entry in sets.values()], changed=left)
     _length(draft, single=sets is not None and converters <= {"alpaca"})
     _batching(draft)
 
@@ -153,6 +154,8 @@ def _source(entry: dict[str, Any]) -> dict[str, Any]:
         source["format"] = converter
     if entry.get("size"):
         source["samples"] = entry["size"]
+    if entry.get("split", "train") != "train":
+        source["split"] = entry["split"]
     return source
 
 
@@ -182,7 +185,8 @@ def _training(draft: Draft) -> None:
         draft.changed("global_batch_size", "training.gradient_accumulation_steps", steps, why)
     schedule = draft.take("lr_scheduler_config")
     if isinstance(schedule, dict):
-        draft.left["lr_scheduler_config"] = schedule.get("name")
+        options = {key: value for key, value in schedule.items() if key != "name"}
+        draft.left.update({"lr_scheduler_config": schedule.get("name"), "lr_scheduler_kwargs": options})
         scheduler(draft, "lr_scheduler_config")
     draft.follow("llamafactory.v1_defaults", "trainer.noise", "trainer.resume", "llamafactory.v1_more")
     _optimizer(draft)

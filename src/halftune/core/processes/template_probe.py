@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
 import subprocess
 import sys
 from functools import lru_cache
@@ -33,11 +34,15 @@ def excess(template: str) -> str:
         command = [sys.executable, "-I", __file__]
         done = subprocess.run(command, input=given, text=True, capture_output=True, timeout=_WAIT)
     except subprocess.TimeoutExpired:
-        return f"needs more than {_WAIT:.0f} s to render a short conversation"
+        return f"was not rendered within {_WAIT:.0f} s, on a busy machine or without end"
     if done.returncode == _TOO_LARGE:
         return f"needs more than {MEMORY >> 30} GiB of memory to render a short conversation"
-    if done.returncode < 0:  # by SIGXCPU, which the soft limit of CPU time sends
+    if done.returncode == -signal.SIGXCPU:  # the soft limit of CPU time sends it
         return f"needs more than {SECONDS} s of CPU time to render a short conversation"
+    if done.returncode < 0:
+        return f"was not checked: signal {-done.returncode} ended the process that renders it"
+    if done.returncode:
+        return f"was not checked: {' '.join(done.stderr.strip().splitlines()[-1:])}"
     return ""
 
 

@@ -16,7 +16,8 @@ def unread(image: Image.Image) -> str:
         image: as it was opened, not yet decoded.
     """
     # Pillow scales pixels of 2, 4 and 16 bits, not the transparent colour
-    keyed = image.format == "PNG" and image.mode != "P" and "transparency" in image.info and ";" in str(image.tile)
+    narrow = ";" in str(getattr(image, "tile", ""))
+    keyed = image.format == "PNG" and image.mode != "P" and "transparency" in image.info and narrow
     # Pillow 10 opens a 16-bit PNG in mode I
     sixteen = image.mode in ("I;16", "I;16B") or (image.mode, image.format) == ("I", "PNG")
     tags = getattr(image, "tag_v2", {})

@@ -40,7 +40,7 @@ _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 def describe(raw: dict[str, Any], *, multimodal: bool) -> dict[str, Any]:
     """List the weights and settings of an architecture; ``{"error": …}`` if transformers cannot build it.
 
-    Returns an empty dict if a package is missing, since that is not a property of the architecture.
+    Returns ``{"missing": …}`` if a package is missing, since that is not a property of the architecture.
 
     Args:
         raw: the parsed config.json; remote code is not executed.
@@ -62,8 +62,8 @@ def describe(raw: dict[str, Any], *, multimodal: bool) -> dict[str, Any]:
                 model = auto.from_config(config, **options)
                 model.tie_weights()
             return _listed(config, model, multimodal)
-    except ImportError:  # the package may be installed later
-        return {}
+    except ImportError as error:  # the package may be installed later
+        return {"missing": first_line(error)}
     except (*LOAD_ERRORS, StrictDataclassError, HalftuneError, MemoryError) as error:
         return {"error": f"{type(error).__name__}: {first_line(error)}"}
 

@@ -19,7 +19,7 @@ from halftune.config.recipe_facts import run_facts
 from halftune.config.run import RunConfig
 from halftune.config.sections.model import ModelSection
 from halftune.core.choice import Format
-from halftune.core.errors import ModelError, PlanError
+from halftune.core.errors import ConfigError, ModelError, PlanError
 from halftune.core.files import read_json
 from halftune.core.log import get_logger
 from halftune.hardware import Hardware
@@ -30,6 +30,8 @@ from halftune.plan import Plan, resolve
 from halftune.plan.inference import resolve_inference
 
 log = get_logger(__name__)
+
+_SETTLED = ("model.tokenizer", "model.chat_template", "model.tokens", "adapter", "method")  # keys, by their beginning
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,12 @@ def open_run(target: str, overrides: Sequence[str] = (), *, packed: bool = False
 
     Raises:
         ModelError: there is no run, it has no result yet, or the result was modified.
+        ConfigError: an override asks for another result than the run has.
         HalftuneError: this machine cannot run the configuration.
     """
     folder = identify(target, "run").path
     loaded = load_run(folder, overrides, look_at_files=False)  # the training data may be absent
+    _check_settled(loaded)
     final = folder / FINAL
     is_adapter = (final / "adapter_config.json").is_file()
     if not is_adapter and not (final / "config.json").is_file():
@@ -137,6 +141,18 @@ def open_checkpoint(checkpoint: Path, overrides: Sequence[str], place: Path) -> 
     loaded = load_run(folder, overrides, look_at_files=False)
     plan = _plan(loaded, run_facts(loaded.run), folder, resolve)
     return CompletedRun(loaded, folder, plan, loaded.run.adapter.type != "none", place)
+
+
+def _check_settled(loaded: LoadedConfig) -> None:
+    """Refuse overrides that would be ignored, or that a model card would state.
+
+    Raises:
+        ConfigError: names the first.
+    """
+    for key, origin in loaded.origins.items():
+        if origin == COMMAND_LINE and key.startswith(_SETTLED):
+            what, remedy = f"{key} has no effect: training has settled it", f"leave {key} out, or train with it"
+            raise ConfigError(what, where=key, remedy=remedy, code="cli.option_conflict")
 
 
 def _check_base(loaded: LoadedConfig, final: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from halftune.core.atomic import sync, write_text
 from halftune.core.files import open_file
 from halftune.core.log import get_logger
-from halftune.core.run_metrics import NAME, read_metrics
+from halftune.core.run_metrics import NAME, digest, read_metrics
 from halftune.train.callback import Callback, Phase, StepMetrics
 from halftune.train.state import TrainState
 from halftune.train.window import Window, finite
@@ -36,14 +36,15 @@ class MetricsFile(Callback):
         self.run: TrainState | None = None
 
     def state(self) -> dict[str, Any]:
-        """How long the file is, what waits to be written, and the steps that no line has told of yet."""
-        size = 0
+        """Length and checksum of the file, what waits to be written, and the steps that no line has told of yet."""
+        size, summed = 0, ""
         if self.run is not None:
             path = self.run.folder / NAME
             with suppress(OSError):  # no file: nothing has been written
                 sync(path)
                 size = path.stat().st_size
-        return {"bytes": size, "waiting": self.waiting, "window": self.window.state()}
+                summed = digest(self.run.folder, size)
+        return {"bytes": size, "sha256": summed, "waiting": self.waiting, "window": self.window.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on where the checkpoint was."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,17 +34,30 @@ class Samples(Callback):
 
     watches = together = True
     _media: MediaProcessor | None = None
+    _digest = ""  # of the answers before training
+
+    def state(self) -> dict[str, Any]:
+        """A checksum of the answers before training."""
+        return {"before": self._digest} if self._digest else {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """The checksum that the checkpoint knows."""
+        self._digest = state["before"]
 
     def on_start(self, run: TrainState) -> None:
         """Answers before the first step. A run that goes on keeps the stored ones."""
         if run.step == 0 and self._takes_part(run):
-            self._write(run, [{**shown, "before": self._answer(run, content)} for shown, content in self._asked(run)])
+            rows = [{**shown, "before": self._answer(run, content)} for shown, content in self._asked(run)]
+            self._digest = _digest(rows)
+            self._write(run, rows)
 
     def on_phase(self, run: TrainState, phase: Phase) -> None:
         """Answers when training has finished, with the weights that are the result."""
         if phase != "finished" or not self._takes_part(run):
             return
         before, rows = _before(run.folder), []
+        if before and self._digest not in ("", _digest(before)):
+            log.warning("%s was changed during the run: its answers before training may be wrong", run.folder / NAME)
         for shown, content in self._asked(run):
             early = next((before.pop(at) for at, row in enumerate(before) if row.get("prompt") == shown["prompt"]), {})
             rows.append({**shown, "before": early.get("before"), "after": self._answer(run, content)})
@@ -96,6 +110,11 @@ class Samples(Callback):
             write_text(run.folder / NAME, json.dumps({"samples": rows}, ensure_ascii=False, indent=1))
         except OSError as error:
             log.warning("cannot write %s: %s", run.folder / NAME, error.strerror)
+
+
+def _digest(rows: list[dict[str, Any]]) -> str:
+    """A checksum of prompts and their answers before training."""
+    return hashlib.sha256(json.dumps([(row["prompt"], row.get("before")) for row in rows]).encode()).hexdigest()
 
 
 def _before(folder: Path) -> list[dict[str, Any]]:

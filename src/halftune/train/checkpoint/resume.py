@@ -16,6 +16,7 @@ from halftune.core.errors import ConfigError
 from halftune.core.log import get_logger
 from halftune.core.processes.process import this_process
 from halftune.core.run_metrics import NAME as METRICS
+from halftune.core.run_metrics import digest
 from halftune.plan.finalise import ResumedBatch
 from halftune.train.batches.feed import Feed
 from halftune.train.callbacks.metrics import MetricsFile
@@ -120,19 +121,24 @@ def resumed_batch(checkpoint: Path) -> ResumedBatch:
     return ResumedBatch(checkpoint, state["position"]["rows_per_step"], len(state["random"]))
 
 
-def warn_lost_metrics(folder: Path, checkpoint: Path, states: dict[str, dict[str, Any]]) -> None:
-    """Warns where the metrics of a run are shorter than one of its own checkpoints knows.
+def warn_other_metrics(folder: Path, checkpoint: Path, states: dict[str, dict[str, Any]]) -> None:
+    """Warns where the metrics of a run are shorter than one of its own checkpoints knows, or others.
 
     Args:
         folder: the run folder.
         checkpoint: what the run goes on from.
         states: of the callbacks, as the checkpoint has them.
     """
-    written = states.get(MetricsFile.__name__, {}).get("bytes", 0)  # length of the file when that was written
+    if checkpoint.resolve().parent != folder.resolve():
+        return
+    state = states.get(MetricsFile.__name__, {})
+    written = state.get("bytes", 0)  # length of the file when the checkpoint was written
     path = folder / METRICS
     size = path.stat().st_size if path.exists() else 0
-    if size < written and checkpoint.resolve().parent == folder.resolve():
+    if size < written:
         log.warning("%s has %d bytes, expected at least %d: earlier metrics are lost", path, size, written)
+    elif state.get("sha256") not in (None, "", digest(folder, written)):  # none: a checkpoint of an earlier version
+        log.warning("%s was changed after %s was saved: its metrics and curves may be wrong", path, checkpoint.name)
 
 
 def warn_changed_steps(steps: tuple[int | None, int], rates: tuple[float, float]) -> None:

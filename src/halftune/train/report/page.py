@@ -16,7 +16,9 @@ from jinja2 import TemplateError
 from markupsafe import Markup
 
 from halftune.core.atomic import write_text
+from halftune.core.files import read_text
 from halftune.core.log import get_logger
+from halftune.core.manifest import entry
 from halftune.core.status import NAME as STATUS
 from halftune.core.status import finish
 from halftune.core.templates import render
@@ -96,7 +98,7 @@ def write_report(folder: Path, status: Status | None = None) -> Path:
     """
     if status is None:
         status = Status("finished" if (folder / "finished.json").exists() else "unfinished")
-    text = str(page(read(folder), status))
+    text = str(page(read(folder), status, _end_of(folder) if status.word == "finished" else ""))
     write_text(folder / NAME, text.encode("utf-8", "replace").decode())  # JSON may hold half a surrogate pair
     return folder / NAME
 
@@ -106,17 +108,23 @@ def bring_up_to_date(folder: Path) -> None:
 
     Needs no torch. That the report cannot be written is said, and nothing else.
     """
-    report, finished = folder / NAME, folder / "finished.json"
+    report = folder / NAME
     try:
-        if not report.exists() or report.stat().st_mtime_ns < finished.stat().st_mtime_ns:
+        if not report.exists() or f'content="{_end_of(folder)}"' not in read_text(report):
             write_report(folder)
     except OSError as error:
         log.warning("cannot write %s: %s", report, error.strerror)
     finish(folder / STATUS)
 
 
-def page(record: Record, status: Status) -> Markup:
-    """The whole page."""
+def _end_of(folder: Path) -> str:
+    """A checksum of ``finished.json``, by which a page is known to tell of this end; empty while there is none."""
+    path = folder / "finished.json"
+    return entry(path)["sha256"] if path.is_file() else ""
+
+
+def page(record: Record, status: Status, end: str) -> Markup:
+    """The whole page; ``end`` is a checksum of the end that it tells of."""
     sections = [(anchor, name, title, _shown(build, title, record)) for anchor, name, title, build in _SECTIONS]
     here = files(HERE)
     style = "".join(here.joinpath(name).read_text(encoding="utf-8") for name in ("style.css", "charts.css"))
@@ -125,6 +133,7 @@ def page(record: Record, status: Status) -> Markup:
         "page",
         record=record,
         status=status,
+        end=end,
         sentence=_built(sentence, "summary", record) or "",
         cards=_built(cards, "numbers", record) or [],
         sections=[section for section in sections if section[-1]],

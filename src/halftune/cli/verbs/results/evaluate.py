@@ -27,6 +27,7 @@ from halftune.cli.overrides import positive
 from halftune.core import log
 from halftune.core.errors import ConfigError
 from halftune.core.optional import quick_imports
+from halftune.core.processes.signals import unwound_by_signals
 
 if TYPE_CHECKING:
     from halftune.evaluate.targets import Target
@@ -95,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         for text in texts
     ]
     harness = Harness(tasks, args.include_path, args.limit) if tasks else None
-    with TemporaryDirectory() as scratch:
+    with unwound_by_signals(), TemporaryDirectory() as scratch:
         targets = open_targets(given, [*overrides, *args.set], Path(scratch), base=args.base)
         rows = choose_rows(args.data, targets, args.limit) if with_rows else None
         measured = measure(targets, Asked(rows, bool(answered), args.max_new_tokens, harness))

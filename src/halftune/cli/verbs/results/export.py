@@ -19,13 +19,11 @@ import os
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import get_args
 
 from halftune.core import log
 from halftune.core.errors import ConfigError
 from halftune.core.optional import UNUSED, quick_imports
-from halftune.core.processes.signals import unwound_by_signals
 from halftune.core.status import StatusFile, reported
 from halftune.export.options import GgufType, Options, Quantised
 from halftune.train.run_folder.checkpoints import state_of
@@ -60,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace, status: StatusFile | None) -> int:
-    from halftune.export.output import check_output, inputs_of
+    from halftune.export.output import check_output, inputs_of, reserved
     from halftune.model.files.target import identify
     from halftune.model.result.completed_run import open_checkpoint, open_run
 
@@ -70,9 +68,8 @@ def _export(args: argparse.Namespace, status: StatusFile | None) -> int:
     with ExitStack() as stack:
         if at_checkpoint := target.kind == "checkpoint":
             output.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(unwound_by_signals())
-            scratch = stack.enter_context(TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-"))
-            finished = open_checkpoint(target.path, args.overrides, Path(scratch) / "final")
+            scratch = stack.enter_context(reserved(output.with_name(f"{output.name}.result")))
+            finished = open_checkpoint(target.path, args.overrides, scratch / "final")
         else:
             finished = open_run(str(target.path), args.overrides)
         if args.push is not None:
