@@ -328,7 +328,7 @@ def bad_row(
         reading: how the rows are read.
         section, method: of the source and the run.
     """
-    index, what, remedy, code = error.args
+    index, what, remedy, _ = error.args
     needed = {reading.columns[name] for name in reading.format.required}
     row = next(islice(rows, index, None))
     own = _format_of(row, section, method) if needed.isdisjoint(row) else ""
@@ -338,8 +338,8 @@ def bad_row(
         first, index = sorted(formats)
         what = f"format {formats[index]}, but {place(first)} has format {formats[first]}"
         remedy = "list files of each format as sources of their own under data.train"
-        code = "data.ambiguous_folder"
-    return DataError(what, where=place(index), remedy=remedy, code=code)
+        return DataError(what, where=place(index), remedy=remedy, code="data.ambiguous_folder")
+    return DataError(what, where=place(index), remedy=remedy, code=error.code)
 
 
 def _format_of(row: Mapping[str, Any], section: SourceSection, method: Method) -> str:

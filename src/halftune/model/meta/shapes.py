@@ -70,7 +70,8 @@ def describe(raw: dict[str, Any], *, multimodal: bool) -> dict[str, Any]:
 
 def _config(raw: dict[str, Any]) -> PreTrainedConfig:
     left_out = ("auto_map", "quantization_config", "dtype", "torch_dtype", "_attn_implementation")
-    return AutoConfig.for_model(**{key: value for key, value in raw.items() if key not in left_out})
+    kept = {key: value for key, value in raw.items() if key not in left_out}
+    return AutoConfig.for_model(**PreTrainedConfig._decode_special_floats(kept))  # infinity, as transformers saves it
 
 
 def _listed(config: PreTrainedConfig, model: PreTrainedModel, multimodal: bool) -> dict[str, Any]:
