@@ -31,7 +31,7 @@ log = get_logger(__name__)
 TensorKind = Literal["linear", "conv1d", "router", "head", "embedding", "experts", "parameter"]
 BUILDER = "halftune.model.meta.shapes"
 TIME_LIMIT = 300.0  # seconds; importing torch the first time takes a minute on a slow disk
-FORMAT = 6  # version of cached answers
+FORMAT = 7  # version of cached answers
 # More than any model has; building layers takes time even on the meta device.
 MOST_LAYERS = 2000
 
@@ -135,7 +135,8 @@ class Architecture:
         tied: whether head and embedding share weights.
         towers: the towers' weights.
         tensors: the language model's weights.
-        lacks: of ``flash``, ``sdpa`` and ``flex``, what the decoder's class declares as unsupported.
+        lacks: of ``flash``, ``sdpa`` and ``flex``, what the decoder's class declares as unsupported; ``windows`` if
+            FlashAttention would lose the windows of its masks, ``windows_unchecked`` if that is not known.
         experts: linear layers that peft treats as experts.
     """
 
