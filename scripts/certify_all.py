@@ -26,14 +26,15 @@ from typing import Any
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "compatibility.md"
 HARDWARE = "h100"
 LIMIT = 240.0  # seconds of wall time for one type
-_YOUNGEST = "left padding"  # the check that older results lack
+_YOUNGEST = "gradient checkpointing"  # the check that older results lack
 MARKS = {"yes": "✓", "no": "✗", "refused": "–", "note": "·"}
 # column → checks whose names begin so
 COLUMNS = {
     "dtypes": ("dtypes",),
-    "loss and gradients": ("padded rows", "left padding", "gradients", "train mode"),
+    "loss and gradients": ("padded rows", "left padding", "gradient", "train mode", "eval mode", "tied head"),
     "generation": ("generation",),
     "packing": ("packing",),
+    "flash attention": ("flash attention",),
     "adapters": ("adapter",),
     "resume": ("resume",),
     "methods": ("method",),
@@ -61,8 +62,9 @@ own code does not build or run a small copy of its default values. {refused} are
 |---|---|
 | dtypes | the whole model without weights: the operands of attention in bf16 and fp16 |
 | loss and gradients | rows padded on either side against each sample alone in transformers' eager code; train mode |
-| generation | a token computed from the cache of keys and values, against one pass |
+| generation | 8 tokens of a batch padded on the left, with the cache, against whole passes |
 | packing | the same for samples packed into one row |
+| flash attention | padded and packed rows with FlashAttention, by a kernel in torch; – if the plan takes another |
 | adapters | LoRA, OFT, VeRA, IA3, LoHa and LoKr: trained, saved, loaded by peft, merged |
 | resume | all trained tensors after a resumed run, to the bit |
 | methods | two steps of each training method, and its plan |
@@ -153,7 +155,7 @@ def page(found: dict[str, dict[str, Any]], names: list[str]) -> str:
     missing = sorted(set(names) - set(found))
     rest = f"Not tried yet: {', '.join(f'`{kind}`' for kind in missing)}. " if missing else ""
     older = [kind for kind, one in rows.items() if all(line["check"] != _YOUNGEST for line in one["lines"])]
-    rest += f"{len(older)} were certified before left padding and train mode were checked." if older else ""
+    rest += f"{len(older)} were certified before gradient checkpointing was checked." if older else ""
     text = HEAD.format(
         day=date.today().isoformat(),
         versions=versions,

@@ -114,10 +114,11 @@ def _recomputed(model: Any, own: Gradients, samples: list[torch.Tensor]) -> Line
     recompute_activations(model)
     with without_noise(model):
         found = _gradients(model.train(), _padded(samples))
-    model.gradient_checkpointing_disable()
+    getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
     return _compared("gradient checkpointing", *found, own, "in one padded batch, activations computed again,")
 
 
+@torch.no_grad()
 def _flash(bench: Workbench, padded: Any, packed: Any | None) -> Line:
     """Compare FlashAttention, by a kernel in torch, with eager attention; the model's attention is another after it."""
     facts, machine = read_model_facts(bench.whole), lookup("h100")

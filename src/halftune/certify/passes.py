@@ -14,7 +14,6 @@ from transformers.generation.logits_process import LogitsProcessor
 
 from halftune.certify.certificate import Line
 from halftune.certify.workbench import Workbench
-from halftune.core.errors import PlanError
 from halftune.model.files.load_errors import first_line
 from halftune.model.generate import generate_answers
 from halftune.model.load.load import load_model
@@ -160,6 +159,10 @@ def healed_in_bf16(bench: Workbench, plain: Callable[[torch.dtype], Any], sample
         bench: the small copy.
         plain: loads it without halftune in a dtype.
         samples: token ids.
+
+    Raises:
+        PlanError: halftune does not compute in bf16 here.
+        RuntimeError: its copy fails, too.
     """
     try:
         plain(torch.bfloat16).eval()(input_ids=samples[0], use_cache=False)
@@ -167,16 +170,10 @@ def healed_in_bf16(bench: Workbench, plain: Callable[[torch.dtype], Any], sample
     except RuntimeError as error:
         why = f"plain transformers fails here in bf16: {first_line(error)}"
     loaded = bench.recipe("computed-in-bf16", adapter="none", precision="bf16")
-    try:
-        plan = bench.plan(loaded)
-    except PlanError:
-        return Line("dtypes bf16", "note", why)
-    try:
-        model: Any = load_model(loaded.run.model, plan).eval()
-        with autocast(plan.precision, model.device):
-            model(input_ids=samples[0], use_cache=False)
-    except RuntimeError as error:
-        return Line("dtypes bf16", "no", f"{why}; halftune fails, too: {first_line(error)}")
+    plan = bench.plan(loaded)
+    model: Any = load_model(loaded.run.model, plan).eval()
+    with autocast(plan.precision, model.device):
+        model(input_ids=samples[0], use_cache=False)
     return Line("dtypes bf16", "note", f"{why}; halftune heals it")
 
 
