@@ -114,7 +114,7 @@ def _one(kind: str, output: Path) -> None:
     partial.replace(output)
 
 
-def walk(names: list[str], results: Path, jobs: int) -> None:
+def walk(names: list[str], results: Path, jobs: int, limit: float) -> None:
     """Certify types in processes of their own, some at a time."""
     import halftune.certify.certify  # noqa: F401, shared by the processes
 
@@ -129,14 +129,14 @@ def walk(names: list[str], results: Path, jobs: int) -> None:
             running[name] = process, time.monotonic()
         time.sleep(0.1)
         for name, (process, began) in list(running.items()):
-            if process.is_alive() and time.monotonic() - began < LIMIT:
+            if process.is_alive() and time.monotonic() - began < limit:
                 continue
             late = process.is_alive()
             process.kill()
             process.join()
             del running[name]
             if not (results / f"{name}.json").exists():
-                why = f"not done in {LIMIT:.0f} s" if late else f"the process ended by {process.exitcode}"
+                why = f"not done in {limit:.0f} s" if late else f"the process ended by {process.exitcode}"
                 (results / f"{name}.json").write_text(json.dumps({"broken": why}))
             print(f"{name} {time.monotonic() - began:.0f} s, {len(waiting)} left", flush=True)
 
@@ -223,6 +223,9 @@ def main() -> None:
     parser.add_argument("--results", metavar="FOLDER", help="keep the results there")
     parser.add_argument("--page", action="store_true", help="write the page of the results that are there")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="types at a time (default 2)")
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT, metavar="S", help=f"seconds for one (default {LIMIT:.0f})"
+    )
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -231,7 +234,7 @@ def main() -> None:
         results.mkdir(parents=True, exist_ok=True)
         names = args.kinds or kinds()
         if not args.page:
-            walk(names, results, args.jobs)
+            walk(names, results, args.jobs, args.limit)
         there = [name for name in names if (results / f"{name}.json").exists()]
         text = page({name: json.loads((results / f"{name}.json").read_text()) for name in there}, names)
     if args.kinds:

@@ -32,8 +32,10 @@ _WINDOW = re.compile(r"^(attention_chunk_size|\w*sliding_window(_size)?|\w*windo
 @contextmanager
 def flash_in_torch() -> Iterator[str]:
     """Inside, transformers knows an attention by this name: FlashAttention for padded and packed rows, in torch."""
-    named = {"softmax": "fa2", "provider": "flash_attn", "varlen": "flash_attn_varlen", "linear": "none"}
-    plan = AttentionPlan(**{key: Choice(name, "") for key, name in named.items()}, rejected=(), guard="off")
+    softmax, provider, varlen, linear = (
+        Choice(name, "") for name in ("fa2", "flash_attn", "flash_attn_varlen", "none")
+    )
+    plan = AttentionPlan(softmax, provider, varlen, linear, rejected=(), guard="off")
     attend = attention_callable(plan, FlashAttention(flash_attn_varlen(flash_attn_varlen_func)))
     rows = PackedRowMasks()
     AttentionInterface.register(_NAME, rows.attention(attend))
