@@ -37,7 +37,7 @@ from halftune.plan import Plan, resolve
 from halftune.plan.memory import check_fits
 
 _ROWS = {"images": "patterns", "audio": "tones"}
-_DEEP, _DEEP_WITH_STATES = 16, 6  # layers of the copy whose numbers are compared; those with a state are slow
+_DEEP, _DEEP_WITH_STATES = 16, 4  # layers of the copy whose numbers are compared; those with a state are slow
 _PACKAGES = ("halftune", "torch", "transformers", "peft")
 
 
