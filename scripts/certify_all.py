@@ -26,14 +26,15 @@ from typing import Any
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "compatibility.md"
 HARDWARE = "h100"
 LIMIT = 240.0  # seconds of wall time for one type
-_YOUNGEST = "left padding"  # the check that older results lack
+_YOUNGEST = "gradient checkpointing"  # the check that older results lack
 MARKS = {"yes": "✓", "no": "✗", "refused": "–", "note": "·"}
 # column → checks whose names begin so
 COLUMNS = {
     "dtypes": ("dtypes",),
-    "loss and gradients": ("padded rows", "left padding", "gradients", "train mode"),
+    "loss and gradients": ("padded rows", "left padding", "gradient", "train mode", "eval mode", "tied head"),
     "generation": ("generation",),
     "packing": ("packing",),
+    "flash attention": ("flash attention",),
     "adapters": ("adapter",),
     "resume": ("resume",),
     "methods": ("method",),
@@ -61,8 +62,9 @@ own code does not build or run a small copy of its default values. {refused} are
 |---|---|
 | dtypes | the whole model without weights: the operands of attention in bf16 and fp16 |
 | loss and gradients | rows padded on either side against each sample alone in transformers' eager code; train mode |
-| generation | a token computed from the cache of keys and values, against one pass |
+| generation | 8 tokens of a batch padded on the left, with the cache, against whole passes |
 | packing | the same for samples packed into one row |
+| flash attention | padded and packed rows with FlashAttention, by a kernel in torch; – if the plan takes another |
 | adapters | LoRA, OFT, VeRA, IA3, LoHa and LoKr: trained, saved, loaded by peft, merged |
 | resume | all trained tensors after a resumed run, to the bit |
 | methods | two steps of each training method, and its plan |
@@ -112,7 +114,7 @@ def _one(kind: str, output: Path) -> None:
     partial.replace(output)
 
 
-def walk(names: list[str], results: Path, jobs: int) -> None:
+def walk(names: list[str], results: Path, jobs: int, limit: float) -> None:
     """Certify types in processes of their own, some at a time."""
     import halftune.certify.certify  # noqa: F401, shared by the processes
 
@@ -127,14 +129,14 @@ def walk(names: list[str], results: Path, jobs: int) -> None:
             running[name] = process, time.monotonic()
         time.sleep(0.1)
         for name, (process, began) in list(running.items()):
-            if process.is_alive() and time.monotonic() - began < LIMIT:
+            if process.is_alive() and time.monotonic() - began < limit:
                 continue
             late = process.is_alive()
             process.kill()
             process.join()
             del running[name]
             if not (results / f"{name}.json").exists():
-                why = f"not done in {LIMIT:.0f} s" if late else f"the process ended by {process.exitcode}"
+                why = f"not done in {limit:.0f} s" if late else f"the process ended by {process.exitcode}"
                 (results / f"{name}.json").write_text(json.dumps({"broken": why}))
             print(f"{name} {time.monotonic() - began:.0f} s, {len(waiting)} left", flush=True)
 
@@ -153,7 +155,7 @@ def page(found: dict[str, dict[str, Any]], names: list[str]) -> str:
     missing = sorted(set(names) - set(found))
     rest = f"Not tried yet: {', '.join(f'`{kind}`' for kind in missing)}. " if missing else ""
     older = [kind for kind, one in rows.items() if all(line["check"] != _YOUNGEST for line in one["lines"])]
-    rest += f"{len(older)} were certified before left padding and train mode were checked." if older else ""
+    rest += f"{len(older)} were certified before gradient checkpointing was checked." if older else ""
     text = HEAD.format(
         day=date.today().isoformat(),
         versions=versions,
@@ -221,6 +223,9 @@ def main() -> None:
     parser.add_argument("--results", metavar="FOLDER", help="keep the results there")
     parser.add_argument("--page", action="store_true", help="write the page of the results that are there")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="types at a time (default 2)")
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT, metavar="S", help=f"seconds for one (default {LIMIT:.0f})"
+    )
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -229,7 +234,7 @@ def main() -> None:
         results.mkdir(parents=True, exist_ok=True)
         names = args.kinds or kinds()
         if not args.page:
-            walk(names, results, args.jobs)
+            walk(names, results, args.jobs, args.limit)
         there = [name for name in names if (results / f"{name}.json").exists()]
         text = page({name: json.loads((results / f"{name}.json").read_text()) for name in there}, names)
     if args.kinds:

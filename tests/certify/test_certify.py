@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from standins import broken_qwen3
 from standins.remote_code_models import stranger
 from transformers import CONFIG_MAPPING
 
 from halftune.certify.certificate import Certificate, Line
-from halftune.certify.certify import _small, certify
+from halftune.certify.certify import _counted, _small, certify
 from halftune.certify.conversations import conversations
 from halftune.certify.numbers import same_numbers
-from halftune.certify.runs import resumed
+from halftune.certify.runs import methods, resumed
 from halftune.certify.small_model import default_config, small_config
 from halftune.certify.workbench import TOKENIZER, Workbench
 from halftune.cli import main
+from halftune.config.facts.model import read_model_facts
 from halftune.config.sections.model import ModelSection
 from halftune.hardware.catalogue import lookup
 from halftune.model.files.locate import locate
@@ -37,7 +39,8 @@ KINDS: dict[str, dict[str, Any]] = {
 BUILTIN = ("qwen2-tiny", "qwen3_5-tiny", "qwen2_5_vl-tiny")  # dense, with linear attention, with a tower
 REFUSED = {
     "gpt2": {"adapter oft", "adapter loha", "adapter lokr"},
-    "mamba2": {"method reward"},
+    "gpt_oss": {"flash attention"},  # sinks
+    "mamba2": {"method reward", "flash attention"},
     "qwen2_5_vl-tiny": {"method reward", "weights nf4", "weights nf4_single", "weights int8"},
 }
 
@@ -73,6 +76,9 @@ def test_a_sound_model_is_certified(tmp_path: Path, kind: str) -> None:
         "padded rows",
         "left padding",
         "train mode",
+        "gradient checkpointing",
+        "generation",
+        "flash attention",
         "packing",
         "resume",
     }
@@ -159,7 +165,7 @@ def test_positions_that_are_ignored_in_packed_rows_are_named(tmp_path: Path) -> 
     raw = {**CONFIG_MAPPING["gpt2"](**KINDS["gpt2"]).to_dict(), "model_type": "heedless", "auto_map": classes}
     (tmp_path / "config.json").write_text(json.dumps({**raw, "architectures": ["HeedlessForCausalLM"]}))
     found = certified(tmp_path, trust_remote_code=True)
-    assert {line.check for line in found.failed} == {"packing", "left padding"}
+    assert {line.check for line in found.failed} == {"packing", "left padding", "generation", "method grpo"}
 
 
 BROKEN = {
@@ -181,6 +187,9 @@ BROKEN = {
 }
 
 
+FOLLOWS = {"left padding": ["generation"], "train mode": ["gradient checkpointing"]}
+
+
 @pytest.mark.parametrize("check", BROKEN)
 def test_a_forward_that_is_broken_is_named(tmp_path: Path, check: str) -> None:
     head, _, _ = IGNORES_POSITIONS.partition("    def forward")
@@ -193,7 +202,61 @@ def test_a_forward_that_is_broken_is_named(tmp_path: Path, check: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**raw, "architectures": ["HeedlessForCausalLM"]}))
     section = ModelSection(name_or_path=str(tmp_path), trust_remote_code=True)
     small = _small(Workbench(tmp_path, section, section))
-    assert [line.check for line in same_numbers(small) if line.verdict == "no"] == [check]
+    assert {line.check for line in same_numbers(small) if line.verdict == "no"} == {check, *FOLLOWS.get(check, [])}
+
+
+WINDOWED = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 2}
+# defect → values of config.json, and the checks that say no
+DEFECTS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
+    "none": (broken_qwen3.SOUND, {}, set()),
+    "none, with windows": (broken_qwen3.SOUND, WINDOWED, set()),
+    "none, tied": (broken_qwen3.SOUND, {"tie_word_embeddings": True}, set()),
+    "positions stay at the prompt": (broken_qwen3.POSITIONS_STAY, {}, {"generation"}),
+    "cache wrong from the second token": (broken_qwen3.SECOND_TOKEN_IS_WRONG, {}, {"generation"}),
+    "mask dropped while decoding": (broken_qwen3.MASK_IS_DROPPED, {}, {"generation"}),
+    "keys detached": (broken_qwen3.DETACHED.format(layer=1, name="k"), {}, {"gradients"}),
+    "values detached in the last layer": (broken_qwen3.DETACHED.format(layer=3, name="v"), {}, {"gradients"}),
+    "head not tied": (broken_qwen3.UNTIED, {"tie_word_embeddings": True}, {"tied head"}),
+    "another layer's mask": (
+        broken_qwen3.LATE.format(layer=5),
+        {"num_hidden_layers": 6},
+        {"padded rows", "gradient checkpointing", "left padding", "generation", "flash attention"},
+    ),
+    "another loss under checkpointing": (broken_qwen3.RECOMPUTED.format(factor=1.1), {}, {"gradient checkpointing"}),
+    "another gradient under checkpointing": (broken_qwen3.RECOMPUTED_GRADIENT, {}, {"gradient checkpointing"}),
+    "dropout in eval": (broken_qwen3.DROPOUT, {}, {"eval mode"}),
+    "rotary tables in fp32": (broken_qwen3.ROTARY_IN_FP32, {}, set()),
+    "window in the mask only": (broken_qwen3.WINDOW_IN_MASK_ONLY, WINDOWED, {"packing", "flash attention"}),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_copy_of_qwen3_with_one_defect_is_named(tmp_path: Path, defect: str) -> None:
+    code, values, named = DEFECTS[defect]
+    folder = broken_qwen3.write(tmp_path / "model", code, **values)
+    section = ModelSection(name_or_path=str(folder), trust_remote_code=True)
+    found = list(same_numbers(_small(Workbench(tmp_path, section, section), first=16)))
+    assert {line.check for line in found if line.verdict == "no"} == named
+    healed = [line for line in found if line.check == "dtypes bf16"]
+    assert [line.verdict for line in healed] == (["note"] if defect == "rotary tables in fp32" else [])
+
+
+def test_methods_with_rollouts_follow_the_verdict_on_generation(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("halftune.certify.runs.train_losses", lambda *_: "")
+    section = ModelSection(name_or_path="builtin:qwen2-tiny")
+    bench = Workbench(tmp_path, section, section)
+    for generates in (True, False):
+        lines = methods(bench, lookup("a100"), read_model_facts(section), generates=generates)
+        assert {line.check for line in lines if line.verdict == "no"} == (set() if generates else {"method grpo"})
+
+
+def test_weights_of_a_checkpoints_own_code_are_counted_in_its_class(tmp_path: Path) -> None:
+    folder = broken_qwen3.write(tmp_path / "model", broken_qwen3.UNTIED, tie_word_embeddings=True)
+    section = ModelSection(name_or_path=str(folder), trust_remote_code=True)
+    (line,) = _counted(Workbench(tmp_path, section, section))
+    hidden, wide, heads = 64, 128, 2 * 4 * 16 + 2 * 2 * 16
+    layer = hidden * (heads + 3 * wide + 2) + 2 * 16
+    assert f"{4 * layer + hidden + 2 * 512 * hidden:,} " in line.evidence
 
 
 @pytest.mark.slow

@@ -38,6 +38,8 @@ CASES: dict[str, tuple[str, str, str, list[str]]] = {
     "eight turns": ("for message in messages -%}", "for message in messages[:8] -%}", "a user message's", [TURNS]),
     "thought behind": (SAID, SAID.replace(" + ", ' + (message.reasoning_content or "") + '), "after", [REASONING]),
     "other prompt": (PROMPT, PROMPT.replace("assistant", "bot"), OTHER_PROMPT, KINDS[:4]),
+    "a line more in the prompt": (PROMPT, PROMPT.replace("assistant\\n", "assistant\\n\\n"), OTHER_PROMPT, KINDS[:4]),
+    "a space more in the prompt": (PROMPT, PROMPT.replace("assistant\\n", "assistant\\n "), OTHER_PROMPT, KINDS[:4]),
     "roles swapped": (SHOWN, SHOWN.replace(
         "message.role", '{"user": "assistant", "assistant": "user"}.get(message.role, message.role)'
     ), OTHER_PROMPT, KINDS[:4]),

@@ -56,7 +56,7 @@ REFUSED = {
     "minimax": "packed samples of minimax attend",
     "jamba": "packed samples of jamba attend",
     "doge": "cannot run packed rows: DogeAttention uses its own attention mask",  # made of the keys; lost, in silence
-    "llama4_text": "packed samples of llama4_text attend",  # chunks of the row, not of the sample
+    "llama4_text": "the window is lost",  # chunks of the row, not of the sample
     "stablelm": "StableLmAttention does not pass sample boundaries",
     "bloom": "the model has its own attention code",
     "mamba2": "packed samples of mamba2 attend",

@@ -2,5 +2,5 @@
 
 In: a config and a machine (to choose); queries, keys and values (to compute).
 Out: an `AttentionPlan`; attention outputs in the plan's dtype.
-Imported by: `bench`, `doctor`, `model`, `plan`.
+Imported by: `bench`, `certify`, `doctor`, `model`, `plan`.
 """

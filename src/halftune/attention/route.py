@@ -177,6 +177,10 @@ def _model_objections(backend: Backend, facts: ModelFacts) -> Iterator[str]:
         yield f"{facts.model_type} has its own attention code"
     elif _CLASS_FLAG.get(backend.name, "flash") in facts.attention_lacks:
         yield f"transformers' class of {facts.model_type} does not support it"
+    elif backend.kernel and "windows" in facts.attention_lacks:
+        yield f"the window is lost: transformers' class of {facts.model_type} has it in masks only"
+    elif backend.kernel and "windows_unchecked" in facts.attention_lacks:
+        yield f"whether the windows of {facts.model_type} are kept is not known: no small copy runs"
     if facts.head_dim > backend.max_head_dim:
         yield f"head size {facts.head_dim} exceeds {backend.max_head_dim}"
     elif facts.head_dim % backend.head_dim_multiple:

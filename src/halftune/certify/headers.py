@@ -39,7 +39,7 @@ def header_faults(template: ChatTemplate, row: dict[str, Any]) -> Iterator[str]:
     if question not in asked or question not in opening or not prompt.strip():
         return
     same = shared(prompt, header)
-    if not header.startswith(prompt.rstrip()):
+    if not header.startswith(prompt):
         more = prompt[len(header.rstrip()) :]
         extended = prompt.startswith(header.rstrip())
         if not extended or not is_content(more):

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from halftune.attention.backends import BACKENDS
+from halftune.attention.route import objections
 from halftune.certify.certificate import Line, listed
+from halftune.certify.passes import (
+    generated,
+    healed_in_bf16,
+    in_train_mode,
+    left_padded,
+    not_the_same_twice,
+    untied,
+    without_noise,
+)
 from halftune.certify.workbench import Workbench, reported
+from halftune.config.facts.model import read_model_facts
 from halftune.core.choice import Choice
 from halftune.data.batch import Batch
 from halftune.data.store import NO_LABEL
-from halftune.model.attention.packing_check import CANNOT_RUN, LENGTHS, TOLERANCE, packed_row, silent
+from halftune.hardware.catalogue import lookup
+from halftune.model.adapters.all_linear import linear_layers
+from halftune.model.attention.flash_check import LOST, flash_in_torch, padded_error
+from halftune.model.attention.packing_check import CANNOT_RUN, LENGTHS, TOLERANCE, packed_row, packing_error, silent
 from halftune.model.files.architectures import own_architectures
-from halftune.model.load.load import load_model
+from halftune.model.load.load import load_model, recompute_activations
 from halftune.model.policy.policy import PolicyModel
 from halftune.train.setup import check_packing
 
@@ -27,8 +42,7 @@ from halftune.train.setup import check_packing
 GRADIENTS = 1e-3
 _SMALL = 1e-3  # gradients below this share of the largest one are measured against it
 _LAYER = re.compile(r"(.*?\.\d+)\.")
-_LEFT_OUT = re.compile(r"expert|tower|vis(ion|ual)|audio|embed_(images|speech)|projector|\bmtp\b|nextn")
-_NOISE = re.compile(r"drop|jitter")
+_LEFT_OUT = re.compile(r"expert|tower|vis(ion|ual)|audio|embed_(images|speech)|projector|\bmtp\b|nextn|indexer")
 Gradients = tuple[float, dict[str, torch.Tensor]]  # a loss, and the gradient of each parameter by name
 FIRST, LAST = 100, 1000  # token ids: none is a special token
 
@@ -39,22 +53,40 @@ def same_numbers(bench: Workbench) -> Iterator[Line]:
     plan = bench.plan(loaded)
     samples = _samples()
     with silent():
-        own = _own_gradients(load_model(loaded.run.model, plan), bench, samples)
         padded = load_model(loaded.run.model, replace(plan, batch=replace(plan.batch, packing=Choice(False, ""))))
-        yield _compared("padded rows", *_gradients(padded, _padded(samples)), own, "in one padded batch")
-        lines = [one] if (one := _unreached(padded)) else []
-        for check, run in (("left padding", _left_padded), ("train mode", _in_train_mode), ("generation", _cached)):
+        plain = partial(_plain, type(padded), bench)
+        model = plain(torch.float32)
+        if line := untied(model):
+            yield line
+        if line := not_the_same_twice(model, samples):
+            yield line
+            return
+        own = _own_gradients(model, samples)
+        yield _compared("padded rows", *_gradients(padded.eval(), _padded(samples)), own, "in one padded batch")
+        yield from _unreached(padded)
+        lines: list[Line] = []
+        for check, run in (
+            ("gradient checkpointing", lambda one, rows: _recomputed(one, own, rows)),
+            ("left padding", left_padded),
+            ("train mode", in_train_mode),
+            ("generation", generated),
+            ("dtypes bf16", lambda _, rows: healed_in_bf16(bench, plain, rows)),
+        ):
             with reported(check, lines):
-                lines.append(run(padded.eval(), samples))
+                lines += filter(None, [run(padded.eval(), samples)])
+        packed = None
         with reported("packing", lines):
-            lines.append(_packing(bench, own, samples))
+            packed, line = _packing(bench, own, samples)
+            lines.append(line)
+        with reported("flash attention", lines):
+            lines.append(_flash(bench, padded, packed))
         yield from lines
 
 
-def _unreached(model: Any) -> Line | None:
-    """Name weights that no gradient reaches, after a backward pass; a layer without any is a fault.
+def _unreached(model: Any) -> Iterator[Line]:
+    """Name weights that no gradient reaches, after a backward pass; a layer, or one that LoRA adapts, is a fault.
 
-    Experts that no token chose, towers and heads that predict later tokens have none in a sound run.
+    Experts that no token chose, towers, heads that predict later tokens and what selects keys have none in a sound run.
     """
     of_layer: dict[str, list[bool]] = {}
     names = list[str]()
@@ -66,75 +98,64 @@ def _unreached(model: Any) -> Line | None:
             of_layer.setdefault(layer[1], []).append(reached)
         if not reached:
             names.append(name)
-    if cut := [layer for layer, reached in of_layer.items() if not any(reached)]:
-        return Line("gradients", "no", f"no gradient reaches {listed(cut)}")
-    return Line("gradients", "note", f"no gradient reaches {listed(names)}") if names else None
+    linear, routers, refused = linear_layers(model)
+    adapted = {f"{name}.weight" for name in set(linear) - routers - refused}
+    cut = [layer for layer, reached in of_layer.items() if not any(reached)]
+    if cut := cut or [name for name in names if name in adapted]:
+        yield Line("gradients", "no", f"no gradient reaches {listed(cut)}: an adapter there trains nothing")
+    elif names:
+        yield Line("gradients", "note", f"no gradient reaches {listed(names)}")
+
+
+def _recomputed(model: Any, own: Gradients, samples: list[torch.Tensor]) -> Line:
+    """Compare loss and gradients in train mode with gradient checkpointing, without dropout."""
+    if not model.supports_gradient_checkpointing:
+        return Line("gradient checkpointing", "note", "the class does not support it")
+    recompute_activations(model)
+    with without_noise(model):
+        found = _gradients(model.train(), _padded(samples))
+    getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
+    return _compared("gradient checkpointing", *found, own, "in one padded batch, activations computed again,")
 
 
 @torch.no_grad()
-def _left_padded(model: Any, samples: list[torch.Tensor]) -> Line:
-    """Compare the last logits of a row padded on the left, as in generation, with those of the row alone."""
-    short, long = sorted(samples, key=lambda one: one.shape[1])[::2]
-    more = long.shape[1] - short.shape[1]
-    mask = torch.ones_like(long).repeat(2, 1)
-    mask[0, :more] = 0
-    inputs = {"input_ids": torch.cat([F.pad(short, (more, 0)), long]), "attention_mask": mask}
-    if "position_ids" in inspect.signature(model.forward).parameters:
-        inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
-    found = model(**inputs, use_cache=False).logits[:, -1]
-    expected = torch.cat([model(input_ids=one, use_cache=False).logits[:, -1] for one in (short, long)])
-    return _close("left padding", "a row padded on the left against the row alone", found, expected)
+def _flash(bench: Workbench, padded: Any, packed: Any | None) -> Line:
+    """Compare FlashAttention, by a kernel in torch, with eager attention; the model's attention is another after it."""
+    facts, machine = read_model_facts(bench.whole), lookup("h100")
+    against = [
+        [one.text for one in objections(row, machine, facts, "bf16", packing=False) if one.kind == "model"]
+        for row in BACKENDS
+        if row.kernel
+    ]
+    if facts.family.attention == "none" or all(against):
+        return Line("flash attention", "refused", *(against[0][:1] or ["no layer has softmax attention"]))
+    with flash_in_torch() as attention:
+        errors = {"padded": padded_error(padded.eval(), attention)}
+        if packed is not None:
+            errors["packed"] = packing_error(packed.eval(), attention)
+    shown = ", ".join(f"{error:.0e} {rows}" for rows, error in errors.items())
+    what = f"FlashAttention by a kernel in torch against eager attention: relative error of the logits {shown}"
+    if max(errors.values()) <= LOST:
+        return Line("flash attention", "yes", what)
+    why = "a window is lost, or what else only the masks of the class have"
+    return Line("flash attention", "no", f"{what}: {why}", "attention: sdpa")
 
 
-@torch.no_grad()
-def _in_train_mode(model: Any, samples: list[torch.Tensor]) -> Line:
-    """Compare the logits of train mode, without dropout and noise, with those of eval mode."""
-    expected = model(input_ids=samples[0], use_cache=False).logits
-    places = [*model.modules(), model.config, model.config.get_text_config()]
-    kept = [(one, name, value) for one in places for name, value in vars(one).items() if _is_noise(name, value)]
-    for one, name, _ in kept:
-        setattr(one, name, 0.0)
-    found = model.train()(input_ids=samples[0], use_cache=False).logits
-    model.eval()
-    for one, name, value in kept:
-        setattr(one, name, value)
-    return _close("train mode", "train mode without dropout against eval mode", found, expected)
+def _packing(bench: Workbench, own: Gradients, samples: list[torch.Tensor]) -> tuple[Any | None, Line]:
+    """Compare a packed row; rows of a model that cannot be packed are padded, and the plan says so.
 
-
-def _is_noise(name: str, value: Any) -> bool:
-    """Whether an attribute is the strength of dropout or noise; ``p`` is that of ``nn.Dropout``."""
-    return isinstance(value, float) and (name == "p" or _NOISE.search(name) is not None)
-
-
-def _close(check: str, what: str, found: torch.Tensor, expected: torch.Tensor) -> Line:
-    error = float((found - expected).norm() / expected.norm())
-    return Line(check, "yes" if error <= GRADIENTS else "no", f"{what}: relative error of the logits {error:.0e}")
-
-
-@torch.no_grad()
-def _cached(model: Any, samples: list[torch.Tensor]) -> Line:
-    """Compare the logits of the last token, computed from a cache of those before, with those of one pass."""
-    ids = samples[0]
-    expected = model(input_ids=ids, use_cache=False).logits[:, -1]
-    # the mask that generation passes: with it, Omni's positions start anew, not where another batch has left them
-    first = model(input_ids=ids[:, :-1], attention_mask=torch.ones_like(ids[:, :-1]), use_cache=True)
-    cache = getattr(first, "past_key_values", None)
-    if cache is None:
-        return Line("generation", "note", "the class keeps no cache of keys and values")
-    found = model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True).logits[:, -1]
-    return _close("generation", "a token from the cache against one pass", found, expected)
-
-
-def _packing(bench: Workbench, own: Gradients, samples: list[torch.Tensor]) -> Line:
-    """Compare a packed row; rows of a model that cannot be packed are padded, and the plan says so."""
+    Returns:
+        The model of packed rows, if they are possible, and what was found.
+    """
     loaded = bench.recipe("packed", adapter="none", data={"packing": True})
     plan = bench.plan(loaded)
     verdict = check_packing(bench.section, plan)
     if not verdict.value:
         refused = CANNOT_RUN in verdict.reason
-        return Line("packing", "refused" if refused else "no", verdict.reason, "rows are padded: data.packing: false")
+        remedy = "rows are padded: data.packing: false"
+        return None, Line("packing", "refused" if refused else "no", verdict.reason, remedy)
     packed = load_model(loaded.run.model, plan)
-    return _compared("packing", *_gradients(packed, _packed(samples)), own, "packed into one row")
+    return packed, _compared("packing", *_gradients(packed.eval(), _packed(samples)), own, "packed into one row")
 
 
 def _compared(check: str, loss: float, gradients: dict[str, torch.Tensor], reference: Gradients, how: str) -> Line:
@@ -183,18 +204,20 @@ def _packed(samples: list[torch.Tensor]) -> Batch:
 
 def _gradients(model: nn.Module, batch: Batch) -> Gradients:
     _without_router_loss(model)
-    model.eval()  # no dropout
+    model.zero_grad()
     loss = PolicyModel(model).nll_sum(batch)
     loss.backward()
     return float(loss.detach()), _taken(model)
 
 
-def _own_gradients(ours: Any, bench: Workbench, samples: list[torch.Tensor]) -> Gradients:
-    """The summed loss and gradients of the class's own code, each sample alone."""
+def _plain(kind: Any, bench: Workbench, dtype: torch.dtype) -> Any:
+    """The small copy by the class's own code, without halftune."""
     with own_architectures():
-        model: Any = type(ours).from_pretrained(
-            bench.section.name_or_path, dtype=torch.float32, attn_implementation="eager"
-        )
+        return kind.from_pretrained(bench.section.name_or_path, dtype=dtype, attn_implementation="eager")
+
+
+def _own_gradients(model: Any, samples: list[torch.Tensor]) -> Gradients:
+    """The summed loss and gradients of the class's own code, each sample alone."""
     _without_router_loss(model)
     model.eval()
     total = 0.0

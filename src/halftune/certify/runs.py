@@ -83,9 +83,19 @@ def _adapter(bench: Workbench, name: str) -> Line:
     return Line(f"adapter {name}", "yes", what)
 
 
-def methods(bench: Workbench, hardware: Hardware, facts: ModelFacts) -> Iterator[Line]:
-    """Plan every method for the model on a machine, and train two steps of it on the copy."""
+def methods(bench: Workbench, hardware: Hardware, facts: ModelFacts, *, generates: bool) -> Iterator[Line]:
+    """Plan every method for the model on a machine, and train two steps of it on the copy.
+
+    Args:
+        bench: the small copy.
+        hardware, facts: what is planned for.
+        generates: whether it generates what it computes without a cache.
+    """
     for name, section in METHOD_SECTIONS.items():
+        if section.generates and not generates:
+            what = "its rollouts would be wrong: see generation"
+            yield Line(f"method {name}", "no", what, "use a method without rollouts")
+            continue
         lines: list[Line] = []
         with reported(f"method {name}", lines):
             settings: dict[str, Any] = {"type": name, **_METHODS.get(name, {})}

@@ -47,6 +47,7 @@ def write_small_checkpoint(
     source: Path | None,
     folder: Path,
     vocabulary: int | None = VOCAB_SIZE,
+    first: int = 0,
 ) -> PreTrainedModel:
     """Write a small fp32 checkpoint of the class that halftune loads, without a tokenizer.
 
@@ -57,11 +58,12 @@ def write_small_checkpoint(
         source: folder of the model, whose Python files are copied; None for builtin models.
         folder: where to write.
         vocabulary: entries of the embedding; None: as many as the model has, so that its own tokenizer fits.
+        first: number of the first layers that all stay.
 
     Raises:
         Exception: the model's code does not support such small sizes.
     """
-    small = small_config(config, vocabulary)
+    small = small_config(config, vocabulary, first)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = build(small, section, plan, "eager")
@@ -93,10 +95,10 @@ def default_config(kind: str) -> Any:
     return config
 
 
-def small_config(config: PretrainedConfig, vocabulary: int | None = VOCABULARY) -> Any:
+def small_config(config: PretrainedConfig, vocabulary: int | None = VOCABULARY, first: int = 0) -> Any:
     """A config with a small language model, and towers of one layer whose widths stay."""
     text = config.get_text_config(decoder=True)
-    shorter = _turning(shrunk_config(text, vocabulary=vocabulary or text.vocab_size))
+    shorter = _turning(shrunk_config(text, vocabulary=vocabulary or text.vocab_size, first=first))
     small = type(text).from_dict(shorter)
     if text is config:
         return small

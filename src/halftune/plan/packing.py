@@ -61,9 +61,11 @@ def choose_packing(
     if section.enabled is False:
         return Choice(False, "switched off (data.packing)")
     mixes = _mixes_samples(facts, linear) or _stretches(facts, longest)
+    if not mixes and "windows" in facts.attention_lacks:
+        mixes = f"the window is lost: transformers' class of {facts.model_type} has it in masks, which these rows lack"
     if section.enabled is True:
         if mixes:
-            what = f"packing would mix the samples of a row: {mixes}"
+            what = f"samples of a packed row would not be as alone: {mixes}"
             remedy = "data.packing: false, or auto (which leaves it off here)"
             raise PlanError(what, where="data.packing", remedy=remedy, code="attention.packing_unsupported")
         return Choice(True, "asked for (data.packing); checked on a copy of the model at the start")

@@ -4,7 +4,8 @@
 
 In: a config and a machine (to decide); a live model (to guard and report).
 Out: a `PrecisionPlan`; casts, warnings and reports of dtypes.
-Imported by: `bench`, `cli`, `doctor`, `evaluate`, `export`, `infer`, `model`, `optim`, `plan`, `serve`, `train`.
+Imported by: `bench`, `certify`, `cli`, `doctor`, `evaluate`, `export`, `infer`, `model`, `optim`, `plan`, `serve`,
+`train`.
 """
 
 from __future__ import annotations

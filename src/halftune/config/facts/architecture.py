@@ -34,7 +34,7 @@ NotBuilt = Literal["sizes", "unbuilt"]
 BUILDER = "halftune.model.meta.shapes"
 TIME_LIMIT = 300.0  # seconds; importing torch the first time takes a minute on a slow disk
 _NOTICE = 20.0  # seconds until it is said what the process waits for
-FORMAT = 7  # version of cached answers
+FORMAT = 8  # version of cached answers
 # More than any model has; building layers takes time even on the meta device.
 MOST_LAYERS = 2000
 
@@ -138,7 +138,8 @@ class Architecture:
         tied: whether head and embedding share weights.
         towers: the towers' weights.
         tensors: the language model's weights.
-        lacks: of ``flash``, ``sdpa`` and ``flex``, what the decoder's class declares as unsupported.
+        lacks: of ``flash``, ``sdpa`` and ``flex``, what the decoder's class declares as unsupported; ``windows`` if
+            FlashAttention would lose the windows of its masks, ``windows_unchecked`` if that is not known.
         experts: linear layers that peft treats as experts.
     """
 

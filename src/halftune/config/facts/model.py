@@ -73,7 +73,7 @@ class ModelFacts:
         multimodal: class that loads it with its towers; empty for a plain language model, and with ``parts: text``.
         tower_parameters: number of weights of its towers, not included in ``num_parameters``.
         tower_tensors: the weights of its towers by name and shape, as ``tensors``.
-        attention_lacks: of ``flash``, ``sdpa`` and ``flex``, what transformers' class declares as unsupported.
+        attention_lacks: as ``Architecture.lacks``.
         expert_modules: linear layers that peft treats as experts, on which it has no DoRA.
         prediction_heads: names of its tensors for multi-token prediction, which transformers does not load.
         text_type: ``model_type`` of the decoder, if it is a part of the model.

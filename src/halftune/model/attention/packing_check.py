@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -83,6 +84,7 @@ def packing_verdict(
                 here = _on_cpu(plan, model)
                 with registered_attention(here) as name, _routed_linear_layers(model, here):
                     error = packing_error(model, name)
+                    alone = packing_error(model, name, LENGTHS[1:2])  # longer than the window
         except REFUSALS as refusal:
             if not isinstance(refusal, HalftuneError) and _raised_by_us(refusal):
                 raise
@@ -91,9 +93,10 @@ def packing_verdict(
             )  # the caller adds the remedy
             return Choice(False, f"a small copy of {kind} {CANNOT_RUN}: {said}")
     if error > TOLERANCE:
-        return Choice(
-            False, f"packed samples of {kind} attend to each other: relative logit error {error:.1e} on a small copy"
-        )
+        what = f"packed samples of {kind} attend to each other"
+        if alone > TOLERANCE:  # no other sample is there
+            what = f"the window is lost, or what else only the masks of {kind} have, in packed rows"
+        return Choice(False, f"{what}: relative logit error {error:.1e} on a small copy")
     return Choice(True, f"packed samples of {kind} get the same logits as alone (error {error:.0e} on a small copy)")
 
 
@@ -168,14 +171,16 @@ def randomise(parameters: Iterable[torch.nn.Parameter]) -> None:
             parameter.data.add_(_VECTOR_NOISE * torch.randn_like(parameter))
 
 
-def shrunk_config(config: PretrainedConfig, *, narrow: bool = True, vocabulary: int = VOCABULARY) -> dict[str, Any]:
+def shrunk_config(
+    config: PretrainedConfig, *, narrow: bool = True, vocabulary: int = VOCABULARY, first: int = 0
+) -> dict[str, Any]:
     """The config's values with reduced sizes; flags, kinds of layers and head sizes stay.
 
-    ``narrow=False`` also keeps the hidden size and the heads, for compiling kernels.
+    ``narrow=False`` also keeps the hidden size and the heads, for compiling kernels. The ``first`` layers all stay.
     """
     values = config.to_dict()
     values.pop("quantization_config", None)
-    layers = _kinds_of_layers(config, values)
+    layers = sorted({*_kinds_of_layers(config, values), *range(min(first, config.num_hidden_layers))})
     sizes = {
         **(_widths(config, values) if narrow else {}),
         "vocab_size": vocabulary,
@@ -185,10 +190,11 @@ def shrunk_config(config: PretrainedConfig, *, narrow: bool = True, vocabulary: 
         "eos_token_id": 2,
         "num_hidden_layers": len(layers),
     }
-    hybrid = values.get("hybrid_layer_ids")
-    values = {name: _of_layers(value, layers, config.num_hidden_layers) for name, value in values.items()}
-    if hybrid is not None:  # numbers of layers, where other configs have one entry for each
-        values["hybrid_layer_ids"] = [new for new, index in enumerate(layers) if index in hybrid]
+    numbered = {
+        name: [new for new, index in enumerate(layers) if index in value]
+        for name, value in _numbers_of_layers(config, values).items()
+    }
+    values = {name: _of_layers(value, layers, config.num_hidden_layers) for name, value in values.items()} | numbered
     limits = dict(_LIMITS)
     if not narrow:
         limits.pop("value_dim", None)
@@ -240,6 +246,20 @@ def _of_layers(value: Any, layers: list[int], count: int) -> Any:
     return value
 
 
+def _numbers_of_layers(config: PretrainedConfig, values: dict[str, Any]) -> dict[str, list[int]]:
+    """The values that list the numbers of some layers, where others have one entry for each."""
+    count = config.num_hidden_layers
+    return {
+        name: value
+        for name, value in values.items()
+        if "layer" in name
+        and isinstance(value, list)
+        and value
+        and all(type(one) is int and one < count for one in value)
+        and all(one < other for one, other in pairwise(value))
+    }
+
+
 def _limited(value: Any, most: int) -> Any:
     if isinstance(value, list):
         return [_limited(entry, most) for entry in value]
@@ -249,7 +269,13 @@ def _limited(value: Any, most: int) -> Any:
 def _kinds_of_layers(config: PretrainedConfig, values: dict[str, Any]) -> list[int]:
     """Indices of layers such that each kind occurs, at least two where the model has two."""
     count = config.num_hidden_layers
-    per_layer = [value for value in values.values() if isinstance(value, list) and len(value) == count]
+    numbers = _numbers_of_layers(config, values)
+    per_layer = [
+        value
+        for name, value in values.items()
+        if isinstance(value, list) and len(value) == count and name not in numbers
+    ]
+    per_layer += [[index in value for index in range(count)] for value in numbers.values() if len(value) < count]
     if not per_layer:
         endings = ("_interval", "_period", "_pattern", "_step")
         periods = [value for name, value in values.items() if name.endswith(endings) and isinstance(value, int)]

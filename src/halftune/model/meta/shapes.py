@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 from halftune.core.errors import HalftuneError
 from halftune.model.adapters.all_linear import linear_layers
 from halftune.model.attention.experts import LOOP, is_grouped
+from halftune.model.attention.flash_check import window_fault
 from halftune.model.attention.packing_check import silent
 from halftune.model.files.architectures import multimodal_auto, own_architectures
 from halftune.model.files.load_errors import LOAD_ERRORS, first_line
@@ -49,7 +50,8 @@ def describe(raw: dict[str, Any], *, multimodal: bool) -> dict[str, Any]:
     Returns:
         ``text``: the decoder's settings with all defaults. ``tied``: whether the head shares the embedding's weight.
         ``tensors``, and ``towers`` for those of the towers: entries of (name with ``*`` for the layer, shape, kind,
-        layers). ``lacks``: the attention implementations that the decoder's class does not support.
+        layers). ``lacks``: the attention implementations that the decoder's class does not support; ``windows`` if
+        FlashAttention would lose those of its masks.
         ``experts``: names of linear layers that peft treats as experts.
     """
     try:
@@ -88,7 +90,7 @@ def _listed(config: PreTrainedConfig, model: PreTrainedModel, multimodal: bool) 
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     return {
         "text": _settings(config),
-        "lacks": _lacks(model),
+        "lacks": _lacks(config, model),
         "experts": _expert_names(config, model),
         "tied": head is not None and table is not None and _weight(head) is _weight(table),
         "towers": [[name, shape, kind, layers] for (name, shape, kind), layers in groups[True].items()],
@@ -96,12 +98,14 @@ def _listed(config: PreTrainedConfig, model: PreTrainedModel, multimodal: bool) 
     }
 
 
-def _lacks(model: PreTrainedModel) -> list[str]:
-    """Attention implementations of transformers that the decoder's class declares as unsupported."""
+def _lacks(config: PreTrainedConfig, model: PreTrainedModel) -> list[str]:
+    """Attention implementations of transformers that the decoder's class declares as unsupported; lost windows."""
     found = model.get_decoder()
     decoder = found if isinstance(found, PreTrainedModel) else model
     flags = {"flash": "_supports_flash_attn", "sdpa": "_supports_sdpa", "flex": "_supports_flex_attn"}
-    return [name for name, flag in flags.items() if not getattr(decoder, flag, True)]
+    lacking = [name for name, flag in flags.items() if not getattr(decoder, flag, True)]
+    fault = "" if "flash" in lacking else window_fault(config)
+    return [*lacking, *filter(None, [fault])]
 
 
 def _expert_names(config: PreTrainedConfig, model: PreTrainedModel) -> list[str]:
