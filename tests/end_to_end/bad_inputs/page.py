@@ -28,6 +28,7 @@ compares the page with the program.
 | 0 | success |
 """
 REST = """\
+| 7 | `halftune verify`: not known; something could not be compared |
 | 70 | A bug in halftune; the message names the file with the traceback. Please report it |
 | 130, 143, 129 | Stopped by Ctrl-C, SIGTERM, SIGHUP; training has saved a checkpoint and printed its path |
 | 141 | The reader of the output has closed the pipe, as in `halftune schema \\| head -1` |
