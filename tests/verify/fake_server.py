@@ -21,7 +21,7 @@ class _Model:
     """Greedy answers and log-probabilities, each computed once."""
 
     def __init__(self, folder: Path, dtype: Any) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
         self.answer, self.scores = cache(self.answer), cache(self.scores)  # type: ignore[method-assign]
 
     @torch.no_grad()

@@ -14,6 +14,7 @@ from fake_server import Served, serving
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from halftune.verify.answers import lead
 from halftune.verify.exact import Exact, load_exact
 from halftune.verify.folders import compare_files
 from halftune.verify.probes import PROBES, read_probes
@@ -243,7 +244,7 @@ FOLDERS: dict[str, tuple[Change, str]] = {
     "windows": (config(use_sliding_window=True, sliding_window=8, max_window_layers=0,
                        layer_types=["sliding_attention"] * 4), "weights.config"),
     "a shorter context": (config(max_position_embeddings=64), "weights.config"),
-    "a trailing space": (template("<|im_start|>assistant\n", "<|im_start|>assistant \n"), "tokens.differ"),
+    "a trailing space": (template('assistant\\n"', 'assistant \\n"'), "tokens.differ"),
     "a space from the second turn on": (
         prefixed("{%- if messages | length > 2 %} {% endif %}"), "tokens.differ"),
     "tools are left out": (prefixed("{%- set tools = none %}"), "tokens.differ"),
@@ -358,12 +359,12 @@ SERVED: dict[str, tuple[dict[str, Any], Change | None, str]] = {
     "a system text in chat": ({"system": "Be brief."}, None, "chat.prompt"),
     "a system text, and nothing is told": (
         {"system": "Be brief.", "tokenize": False, "usage": False, "logprobs": False}, None, "chat.differ"),
-    "a stop text": ({"stop": "e"}, None, "stops.cut"),
-    "a stop text in chat": ({"chat_stop": "e"}, None, "stops.cut"),
+    "a stop text": ({"stop": "?"}, None, "stops.cut"),
+    "a stop text in chat": ({"chat_stop": "?"}, None, "stops.cut"),
     "no stop": ({"stops": []}, None, "stops.missing"),
     "a layer cut": ({}, changed(no_last_layer), "weights"),
     "a layer cut, without echo": ({"echo": False}, changed(no_last_layer), "weights"),
-    "rope_theta": ({}, rope(12000.0), "weights"),
+    "rope_theta": ({}, rope(100.0), "weights"),
     "int8 per tensor": ({}, every(int8(None)), "weights"),
     "the base model": ({}, between(0), "weights.base"),
     "merged twice": ({}, between(2), "weights.beyond"),
@@ -376,10 +377,20 @@ SERVED: dict[str, tuple[dict[str, Any], Change | None, str]] = {
 }  # fmt: skip
 
 
+def inner(reference: Reference) -> str:
+    """A text inside an answer, before any token that rounding may decide."""
+    for probe in reference.probes.probes:
+        text = reference.tokenizer.decode([probe.answer[0]])
+        if len(probe.answer) > 2 and text.strip() and lead(probe, 0) > 0.1:
+            return str(text)
+    raise AssertionError
+
+
 @pytest.mark.parametrize("name", SERVED)
 def test_broken_servers(result: tuple[Reference, Exact, dict[str, Path]], name: str) -> None:
     reference, exact, folders = result
     options, change, code = SERVED[name]
+    options = {key: inner(reference) if value == "?" else value for key, value in options.items()}
     folder = copied(folders["merged"], change) if change else folders["merged"]
     folder = folder.rename(folder.with_name(f"copy {name}")) if change else folder  # models are kept by name
     with serving(Served(folder, **options)) as url:

@@ -51,7 +51,7 @@ def follow(probe: Probe, said: Said, tie: float, tokenizer: Any) -> Followed:
     places = range(len(probe.answer))
     certain = next((at for at in places if lead(probe, at) <= tie), len(places))
     ours = str(tokenizer.decode(probe.answer[:certain], skip_special_tokens=True)).rstrip(_BROKEN).strip()
-    theirs = said.text.strip()
+    theirs = said.text.rstrip(_BROKEN).strip()
     if not theirs.startswith(ours):
         return Followed(logprobs, not ours.startswith(theirs), "cut" if ours.startswith(theirs) else "")
     if certain < len(places) or not probe.ended or not said.finish:

@@ -111,32 +111,33 @@ def compare(reference: Reference, exact: Exact | str, target: Target, files: Fil
     heard, chat = (_heard(probes.probes, target, tokenizer, rounding.tie, chat=chat) for chat in (False, True))
     found = _tokens(probes, target, tokenizer, lines)
     rendered = not any(one.code in _OTHER_PROMPTS for one in found)
-    found += _stops(probes, target, tokenizer, lines, [one for _, _, one in (*heard, *(chat if rendered else ()))])
     weights = [one for one in files.findings if one.code.startswith("weights.")]
-    found += weights or judge_weights(
+    beside = [one for one in files.findings if one not in weights]
+    weights = weights or judge_weights(
         rounding, seen, heard or chat, exact, compared=files.skipped is None, lines=lines, numbers=numbers
     )
-    found += [one for one in files.findings if one not in weights]
     client = target.kind == "server" and any(one.messages for one in probes.probes)
-    if client:
-        found += judge_chat(rounding, chat, target, lines, prompts=rendered)
+    asked = judge_chat(rounding, chat, target, lines, prompts=rendered) if client else []
+    # another model's answers end elsewhere
+    sides = [(heard, all(map(_is_unknown, weights))), (chat, rendered and all(map(_is_unknown, asked)))]
+    ends = [one for side, own in sides if own for _, _, one in side]
+    found += [*_stops(probes, target, tokenizer, lines, ends), *weights, *asked, *beside]
     if files.skipped:
         lines.append(("files", f"weights are not compared one by one: {files.skipped}"))
     if files.media and files.skipped is not None:
         found.append(Finding("processor.unknown", "probes are texts: answers to images, videos and sounds"))
-    asked = [
-        "tokens",
-        "stops",
-        "weights",
-        *["base"] * (target.kind == "adapter"),
-        *["processor"] * files.media,
-        *["chat"] * client,
-    ]
+    questions = ["tokens", "stops", "weights"] + ["base"] * (target.kind == "adapter")
+    questions += ["processor"] * files.media + ["chat"] * client
     named = [_explained(one, target.kind) for one in dict.fromkeys(found)]
-    unknown = [one for one in named if one.code.endswith(_UNKNOWN)]
+    unknown = [one for one in named if _is_unknown(one)]
     lines += [("not compared", f"{one.code.removesuffix(_UNKNOWN)}: {one.what}") for one in unknown]
     differing = [one for one in named if one not in unknown]
-    return Report(str(reference.folder), target.name, len(probes.probes), lines, differing, numbers, unknown, asked)
+    name = str(reference.folder)
+    return Report(name, target.name, len(probes.probes), lines, differing, numbers, unknown, questions)
+
+
+def _is_unknown(found: Finding) -> bool:
+    return found.code.endswith(_UNKNOWN)
 
 
 def _heard(probes: Sequence[Probe], target: Target, tokenizer: Any, tie: float, *, chat: bool) -> Heard:
@@ -224,7 +225,7 @@ def _stops(
     if not found and not same and not ends["ended"]:
         what = "no answer's end could be compared" if used else "no answer ended in the probes"
         found.append(Finding("stops.unknown", what))
-    lines.append(("stops", "; ".join(one.what for one in found) or f"the same: {_names(sorted(used), tokenizer)}"))
+    lines.insert(1, ("stops", "; ".join(one.what for one in found) or f"the same: {_names(sorted(used), tokenizer)}"))
     return found
 
 

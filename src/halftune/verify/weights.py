@@ -85,7 +85,7 @@ def kind_of(theirs: torch.Tensor, ours: torch.Tensor, base: torch.Tensor | None)
         kind, size = of_update(theirs_32 - base, ours - base, 2 * float(places.double().norm()))
         if kind != "same":
             return kind, size
-    steps = (theirs_32 - ours) / places
+    steps = (theirs_32 - ours) / allowed * _ROUNDINGS
     one_way = max(abs(float((steps * sign).mean())) for sign in (1, ours.sign()))
     return ("rounded", 1.0) if near and one_way <= _ONE_WAY else ("other", 0.0)
 

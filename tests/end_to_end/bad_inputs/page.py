@@ -87,6 +87,7 @@ def _codes() -> Iterator[str]:
         (4, "`halftune convert`: the recipe would learn something else"),
         (4, "`halftune certify`: a no"),
         (4, "`halftune evaluate`: a score beyond its limit"),
+        (4, "`halftune verify`: something differs"),
     ):
         found[code].append(verb)
     for code, lines in sorted(found.items()):
