@@ -60,7 +60,7 @@ def compare_adapters(reference: Path, target: FolderTarget) -> list[Finding]:
     prefix, names = str(target.model.base_model.prefix), {name for name, _ in layers}  # lora_
 
     def is_part(key: str) -> bool:  # of a product that was compared
-        return prefix in key and not key.endswith(_BESIDE) and key.split(f".{prefix}")[0] in names
+        return prefix in key and not any(one in key for one in _BESIDE) and key.split(f".{prefix}")[0] in names
 
     first_side = {key: one for key, one in ours.items() if not is_part(key)}
     spare = [key for key in theirs if prefix in key and key not in used]  # peft makes nothing of them
@@ -113,7 +113,8 @@ def compare_bases(reference: Path, ours: Path, theirs: Path) -> tuple[list[Findi
         return [], [Finding("base.unknown", f"{theirs} is not a folder here")] if ours != theirs else []
     if ours.resolve() == theirs.resolve():
         return _of_record(reference, theirs)
-    found = [Finding("base.differ", one.what) for one in of_tokenizers(*map(plain_tokenizer, (ours, theirs)))]
+    tokenizers = [plain_tokenizer(one) for one in (ours, theirs) if (one / "tokenizer_config.json").is_file()]
+    found = [Finding("base.differ", one.what) for one in (of_tokenizers(*tokenizers) if tokenizers[1:] else ())]
     changed = of_configs(*map(AutoConfig.from_pretrained, (ours, theirs)))
     found += [Finding("base.differ", ", ".join(changed))] if changed else []
     if _digests(ours) == _digests(theirs):

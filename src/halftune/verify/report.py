@@ -113,9 +113,10 @@ def compare(reference: Reference, exact: Exact | str, target: Target, files: Fil
     rendered = not any(one.code in _OTHER_PROMPTS for one in found)
     weights = [one for one in files.findings if one.code.startswith("weights.")]
     beside = [one for one in files.findings if one not in weights]
-    weights = weights or judge_weights(
+    judged = judge_weights(
         rounding, seen, heard or chat, exact, compared=files.skipped is None, lines=lines, numbers=numbers
     )
+    weights = weights or judged
     client = target.kind == "server" and any(one.messages for one in probes.probes)
     asked = judge_chat(rounding, chat, target, lines, prompts=rendered) if client else []
     # another model's answers end elsewhere
