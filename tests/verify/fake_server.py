@@ -76,14 +76,17 @@ class Served:
         asked = {"prompt": ids, "max_tokens": body["max_tokens"]}
         made = self.made(self.chat, asked, self.options["chat_stop"] or self.options["stop"])
         given = made["logprobs"] if body.get("logprobs") and self.options["logprobs"] else None
-        listed = given and [
-            {"token": token, "logprob": value, "top_logprobs": [{"logprob": one} for one in tops.values()]}
-            for token, value, tops in zip(given["tokens"], given["token_logprobs"], given["top_logprobs"], strict=True)
-        ]
+        if given and "content" not in given:
+            rows = zip(given["tokens"], given["token_logprobs"], given["top_logprobs"], strict=True)
+            given = {"content": [
+                {"token": token, "logprob": value,
+                 "top_logprobs": [{"token": one, "logprob": each} for one, each in tops.items()]}
+                for token, value, tops in rows
+            ]}  # fmt: skip
         told = {"prompt_token_ids": ids} if self.options["tells"] and body.get("return_token_ids") else {}
         choice = {"message": {"role": "assistant", "content": made["text"]}, "finish_reason": made["finish_reason"]}
         usage = {"usage": {"prompt_tokens": len(ids)}} if self.options["usage"] else {}
-        return {"choices": [{**choice, **told, "logprobs": listed and {"content": listed}}], **usage}
+        return {"choices": [{**choice, **told, "logprobs": given}], **usage}
 
     def ids(self, body: dict[str, Any], before: str = "") -> list[int]:
         messages = json.loads(json.dumps(body["messages"]))
@@ -123,20 +126,13 @@ class Served:
         each = [None, *(float(values[at, token]) for at, token in enumerate(ids[1:]))][shown:]
         tokens = [self.tokenizer.decode([one]) for one in ids][shown:]
         best, places = values.topk(5)
-        tops = [
-            {},
-            *(
-                {str(t): v for t, v in zip(p, b, strict=True)}
-                for p, b in zip(places.tolist(), best.tolist(), strict=True)
-            ),
-        ]
+        rows = zip(places.tolist(), best.tolist(), strict=True)
+        tops = [{}, *({self.tokenizer.decode([t]): v for t, v in zip(p, b, strict=True)} for p, b in rows)]
         tops = tops[shown : len(ids)]
         if self.options["content"] and shown:
-            rows = zip(ids[shown:], tokens, each, tops, strict=True)
-            return {"content": [
-                {"id": i, "token": t, "logprob": v, "top_logprobs": [{"logprob": one} for one in top.values()]}
-                for i, t, v, top in rows
-            ]}  # fmt: skip
+            likely = [[{"token": one, "logprob": value} for one, value in top.items()] for top in tops]
+            rows = zip(ids[shown:], tokens, each, likely, strict=True)
+            return {"content": [{"id": i, "token": t, "logprob": v, "top_logprobs": top} for i, t, v, top in rows]}
         return {"tokens": tokens, "token_logprobs": each, "top_logprobs": tops}
 
 

@@ -381,7 +381,7 @@ def inner(reference: Reference) -> str:
     """A text inside an answer, before any token that rounding may decide."""
     for probe in reference.probes.probes:
         text = reference.tokenizer.decode([probe.answer[0]])
-        if len(probe.answer) > 2 and text.strip() and lead(probe, 0) > 0.1:
+        if len(probe.answer) > 1 and text.strip("\ufffd ") and lead(probe, 0) > 0.03:
             return str(text)
     raise AssertionError
 

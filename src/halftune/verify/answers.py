@@ -19,7 +19,7 @@ class Followed:
     """An answer beside a probe's.
 
     Attributes:
-        logprobs: of its tokens, as far as they are the probe's.
+        logprobs: of the probe's tokens, up to the first one that is not its own; at most that where it is unlikely.
         parted: whether it differs before the first place that rounding may decide.
         end: ``ended`` as trained; ``missing``: it goes on behind the stop token; ``cut``: it ends too early; empty: it
             does not show.
@@ -46,8 +46,12 @@ def follow(probe: Probe, said: Said, tie: float, tokenizer: Any) -> Followed:
         tokenizer: of the result.
     """
     expected = [(token, tokenizer.decode([token])) for token in probe.answer]
-    pairs = takewhile(lambda pair: pair[0][0] in pair[1], zip(said.tokens, expected, strict=False))
+    pairs = list(takewhile(lambda pair: pair[0][0] in pair[1], zip(said.tokens, expected, strict=False)))
     logprobs = [value for (_, value), _ in pairs]
+    at = len(pairs)
+    if at < min(len(expected), len(said.tops)) and said.tops[at] and _BROKEN not in expected[at][1]:
+        tops = said.tops[at]  # what it says of the probe's token, where its own is another
+        logprobs.append(next((tops[one] for one in expected[at] if one in tops), min(tops.values())))
     places = range(len(probe.answer))
     certain = next((at for at in places if lead(probe, at) <= tie), len(places))
     ours = str(tokenizer.decode(probe.answer[:certain], skip_special_tokens=True)).rstrip(_BROKEN).strip()

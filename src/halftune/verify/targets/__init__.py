@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 from halftune.verify.probes import Probe, Probes
@@ -42,7 +43,7 @@ class Said:
         tokens: its tokens, each an id or a text, with their log-probabilities; empty where it gives none.
         prompt: the prompt's tokens or their number, as it counts them; None where it does not say.
         whole: whether the text is the whole answer: no calls of tools or reasoning were taken out.
-        steps: see ``Seen``.
+        tops: for each of its tokens, the likeliest ones (id or text) and their log-probabilities.
     """
 
     text: str
@@ -50,7 +51,12 @@ class Said:
     tokens: list[tuple[int | str, float]]
     prompt: list[int] | int | None = None
     whole: bool = True
-    steps: list[float] = field(default_factory=list)
+    tops: list[dict[int | str, float]] = field(default_factory=list)
+
+    @property
+    def steps(self) -> list[float]:
+        """See ``Seen``."""
+        return [high - low for place in self.tops for low, high in pairwise(sorted(place.values()))]
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import date, timedelta
-from itertools import pairwise
 from math import inf
 from typing import Any
 
@@ -125,8 +124,8 @@ class ServerTarget:
             told = found["choices"][0]["logprobs"]
             own = told["token_logprobs"][len(probe.prompt) : len(probe.prompt) + len(probe.answer)]
             if len(own) == len(probe.answer) and all(map(_is_logprob, own)):
-                return [float(one) for one in own], list(_steps(told))
-        except (TypeError, LookupError):
+                return [float(one) for one in own], Said("", "", [], tops=_tops(told)).steps
+        except (AttributeError, TypeError, LookupError):
             pass
         return None
 
@@ -221,6 +220,7 @@ def _answer(found: Any) -> Said | None:
             pairs = [(one.get("id", one["token"]), one["logprob"]) for one in listed]
         else:
             pairs = list(zip(told.get("tokens") or (), told.get("token_logprobs") or (), strict=True))
+        tops = _tops(told)
         ids = _ids({"tokens": found.get("prompt_token_ids") or choice.get("prompt_token_ids")})
         count = usage.get("prompt_tokens")
     except (AttributeError, LookupError, TypeError, ValueError):
@@ -228,13 +228,13 @@ def _answer(found: Any) -> Said | None:
     whole = message is None or not any(message.get(one) for one in _TAKEN_OUT)
     pairs = [one for one in pairs if all(_is_logprob(value) for _, value in pairs)]
     prompt = ids or (count if type(count) is int and count > 0 else None)
-    return Said(str(text), str(choice.get("finish_reason") or ""), pairs, prompt, whole, list(_steps(told)))
+    return Said(str(text), str(choice.get("finish_reason") or ""), pairs, prompt, whole, tops)
 
 
-def _steps(told: Any) -> Iterator[float]:
-    """Differences between the likeliest tokens of one place."""
-    places = told.get("top_logprobs") or [one.get("top_logprobs") for one in told.get("content") or ()]
-    for place in places if isinstance(places, list) else ():
-        tops = place.values() if isinstance(place, dict) else [one["logprob"] for one in place or ()]
-        values = sorted(one for one in tops if _is_logprob(one))
-        yield from (high - low for low, high in pairwise(values))
+def _tops(told: Any) -> list[dict[int | str, float]]:
+    """The likeliest tokens of each place, by their ids or texts."""
+    if isinstance(listed := told.get("content"), list):
+        places = [{one.get("id", one.get("token")): one["logprob"] for one in each["top_logprobs"]} for each in listed]
+    else:
+        places = told.get("top_logprobs") or []
+    return [{token: value for token, value in (one or {}).items() if _is_logprob(value)} for one in places]
