@@ -38,7 +38,8 @@ def result(made: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> t
     folder = shutil.copytree(made["result"], tmp_path_factory.mktemp("verdicts") / "result")
     probes = read_probes(folder)
     assert probes is not None
-    kept = sorted(probes.probes, key=lambda one: not one.ended)[:COUNT]
+    long = sorted(probes.probes, key=lambda one: -len(one.answer))
+    kept = [*[one for one in long if one.ended][: COUNT // 2], *[one for one in long if not one.ended][: COUNT // 2]]
     (folder / PROBES).write_text(probes.model_copy(update={"probes": kept}).as_json())
     exact = load_exact(folder)
     assert isinstance(exact, Exact)
