@@ -64,9 +64,10 @@ def _found(answer: dict[str, Any], words: Words) -> dict[str, Any]:
         for one in answer["findings"]
     ]
     bits = numbers.get("to_trained") == 0
-    verdict = "differs" if findings else "bits" if bits else "same"
+    known = answer.get("answer") != "not known"
+    verdict = "differs" if findings else "unknown" if not known else "bits" if bits else "same"
     steps = [(words.table.get(f"check.steps.{step}", step), text) for step, text in lines]
-    return {"same": not findings, "verdict": words(f"check.{verdict}"), "lines": steps, "findings": findings}
+    return {"same": known and not findings, "verdict": words(f"check.{verdict}"), "lines": steps, "findings": findings}
 
 
 def _number(name: str, value: float) -> str:
