@@ -52,7 +52,7 @@ def recipe(folder: Path, kind: str, *, sizes: dict[str, Any] | None = None, **ke
         "precision": "bf16",
         "adapter": {"type": "lora", "rank": RANK, "target_modules": "all-linear"},
         "data": {"train": "builtin:python-docs", "max_length": T, "packing": True},
-        "training": {"output_dir": str(folder / "run"), "per_device_train_batch_size": 1},
+        "training": {"output_dir": str(folder.with_name(f"{folder.name}-run")), "per_device_train_batch_size": 1},
     } | keys
     path = folder / "recipe.yaml"
     path.write_text(json.dumps(tree))

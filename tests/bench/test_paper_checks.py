@@ -91,7 +91,11 @@ def test_pairs_take_the_reference_too(method: str, references: int, tmp_path: Pa
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorded, Any, int]:
     """A step on paper, the same step on this CPU under torch's profiler, and the bytes that it started with."""
     folder = tmp_path_factory.mktemp("both")
-    training = {"output_dir": str(folder / "run"), "per_device_train_batch_size": 2, "fused_layers": False}
+    training = {
+        "output_dir": str(folder.with_name(f"{folder.name}-run")),
+        "per_device_train_batch_size": 2,
+        "fused_layers": False,
+    }
     data = {"train": "builtin:python-docs", "max_length": T, "packing": False}
     keys = {"precision": "fp32", "attention": "sdpa", "data": data, "training": training}
     config = load_config(recipe(folder, "llama", **keys)).run

@@ -37,7 +37,11 @@ def of_epochs(folder: Path, *, packing: bool) -> tuple[Path, list[int]]:
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     data = {"train": str(rows), "max_length": T, "packing": packing}
-    training = {"output_dir": str(folder / "run"), "per_device_train_batch_size": 1, "num_train_epochs": 2}
+    training = {
+        "output_dir": str(folder.with_name(f"{folder.name}-run")),
+        "per_device_train_batch_size": 1,
+        "num_train_epochs": 2,
+    }
     path = recipe(folder, "llama", model=model, data=data, training=training, method={"type": "pretrain"})
     tokenizer = load_tokenizer(load_config(path).run.model)
     return path, [len(tokenizer(text)["input_ids"]) + 1 for text in texts]  # and an end token

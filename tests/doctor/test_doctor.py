@@ -85,7 +85,7 @@ def recipe(folder: Path, model: str | dict[str, Any] = "builtin:qwen2-tiny", **s
         "precision": "bf16",
         "adapter": {"type": "none"},
         "data": {"train": "builtin:python-docs", "max_length": 512},
-        "training": {"output_dir": str(folder / "run"), "per_device_train_batch_size": 3},
+        "training": {"output_dir": str(folder.with_name(f"{folder.name}-run")), "per_device_train_batch_size": 3},
         **sections,
     }
     file.write_text(json.dumps(content))

@@ -95,7 +95,7 @@ def test_clean_and_small(tmp_path: Path, config: dict, compute: str, calls: tupl
         "precision": compute,
         "adapter": {"type": "lora"},
         "data": {"train": f"builtin:{'patterns' if seen else 'python-docs'}", "images": seen},
-        "training": {"output_dir": str(tmp_path / "run")},
+        "training": {"output_dir": str(tmp_path.with_name(f"{tmp_path.name}-run"))},
     }
     (tmp_path / "x.yaml").write_text(json.dumps(recipe))
     child = multiprocessing.get_context("fork").Process(target=asked, args=(tmp_path,))
