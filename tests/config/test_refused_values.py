@@ -38,6 +38,7 @@ TEXT = {"model_type": "qwen2", "num_hidden_layers": 2}
         ({"eos_token_id": [10**10, 2]}, "eos_token_id"),
         ({"text_config": {"pad_token_id": -5}}, "text_config.pad_token_id"),
         ({"image_token_id": 2**31}, "image_token_id"),
+        ({"image_token_index": -(2**20)}, "image_token_index"),
         ({"attention_dropout": 7}, "attention_dropout"),
         ({"resid_pdrop": -0.1}, "resid_pdrop"),
         ({"rms_norm_eps": NAN}, "rms_norm_eps"),

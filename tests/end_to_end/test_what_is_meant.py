@@ -55,6 +55,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(base, run / "merged")
     shutil.copytree(run / "final", run / "best")
     shutil.copytree(run / "checkpoint-2", folder / "checkpoint-2")
+    other = {**recipe, "training": {**recipe["training"], "output_dir": str(folder / "never trained")}}
+    (run / "next.yaml").write_text(json.dumps(other))
+    (run / "notes.txt").write_text("hello")
+    recipe["adapter"]["alpha"], recipe["training"]["output_dir"] = 64, str(folder / "other")
+    (folder / "y.yaml").write_text(json.dumps(recipe))
+    assert cli.run_verb("train", ["--config", str(folder / "y.yaml")]) == 0
+    shutil.copytree(folder / "other" / "checkpoint-4", run / "foreign")
+    shutil.copytree(base, run / "with state")
+    (run / "with state" / "state.json").write_text("{}")
     (run / "evaluation").mkdir()
     (run / "evaluation" / "scores.json").write_text("{}")
     os.mkfifo(run / "pipe")
@@ -84,12 +93,18 @@ GIVEN = {
     "run/before": "checkpoint",
     "last": "checkpoint",
     "run/merged": "base",
+    "run/with state": "base",
     "model": "base",
     "run/checkpoint-99": WRONG,
     "run/checkpoint-6": DAMAGED,
     "run/checkpoint-8": DAMAGED,
     "run/checkpoint-10": DAMAGED,
     "checkpoint-2": OUTSIDE,
+    "run/foreign": "train.run_changed",
+    "run/next.yaml": "model.run_unfinished",
+    "run/notes.txt": "config.invalid_yaml",
+    "run/metrics.jsonl": "config.invalid_yaml",
+    "run/loss.png": "core.not_utf8",
     "run/evaluation": WRONG,
     "run/pipe": WRONG,
     "broken": WRONG,
@@ -185,6 +200,22 @@ def test_each_verb_reads_what_is_named(
     said = f"[{error.code}]" if isinstance(error, HalftuneError) else capsys.readouterr().err
     codes = {WRONG, whose if "." in whose else "verify.no_reference"}  # "no_reference": a plain model has no probes
     assert any(f"[{code}]" in said for code in codes), said
+
+
+@pytest.mark.parametrize("given", ["run", "run/checkpoint-2", "run/best"])
+@pytest.mark.parametrize("key", ["adapter.alpha=64", "method=pretrain", "training.seed=5"])
+def test_what_training_has_settled_is_no_override(
+    place: Path, given: str, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run_verb("chat", [str(place / given), "--prompt", QUESTION, key]) == 2
+    assert "[cli.option_conflict]" in capsys.readouterr().err
+
+
+def test_a_plain_model_takes_a_tokenizer_and_a_template(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for given in ("model", "run/best"):
+        with pytest.raises(Refused):
+            done(["chat", str(place / given), "--prompt", QUESTION, f"model.tokenizer={place / 'gone'}"])
+        assert "model.tokenizer" in capsys.readouterr().err
 
 
 def test_names(place: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,10 @@ _LONGEST = 1 << 20  # bytes of a line
 
 
 def read_metrics(folder: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a run's ``metrics.jsonl``; a last line that was cut off while being written ends them."""
+    """The lines of a run's ``metrics.jsonl``. A last line may have been cut off while it was written.
+
+    Other lines that are no JSON object are left out, with a warning.
+    """
     path = folder / NAME
     if not path.exists():
         return
@@ -27,11 +31,18 @@ def read_metrics(folder: Path) -> Iterator[dict[str, Any]]:
         log.warning("cannot read %s: %s", path, error.strerror)
         return
     with file:
-        while line := file.readline(_LONGEST):
+        broken = 0
+        for number in itertools.count(1):
+            if not (line := file.readline(_LONGEST)):
+                return
+            if broken:
+                log.warning("%s: line %d is left out: not valid JSON", path, broken)
+            broken = 0
             try:
                 entry = json.loads(line)
             except (ValueError, RecursionError):
-                return
+                broken = number
+                continue
             if isinstance(entry, dict):
                 yield entry
 

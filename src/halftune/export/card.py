@@ -21,6 +21,7 @@ from halftune.core.log import get_logger
 from halftune.core.run_metrics import NAME, read_metrics
 from halftune.export.options import Options
 from halftune.model.files.locate import locate
+from halftune.model.files.result import finished_at
 from halftune.model.result.completed_run import CompletedRun
 
 log = get_logger(__name__)
@@ -153,8 +154,11 @@ def _training(run: CompletedRun, path: Path) -> Rows:
         lines, metric = read_metrics(run.folder), training.metric_for_best
         evaluated = ((line[metric], line["step"]) for line in lines if line.get(metric) is not None)
         _, step = min((one for one in evaluated if math.isfinite(one[0])), default=(None, None))
+    step = finished_at(run.folder) if step is None else step
     last, tokens = dict[str, Any](), 0
     for line in read_metrics(run.folder):
+        if not (line["step"] >= 0 and line.get("tokens_trained", 0) >= 0 and line.get("loss", 0) >= 0):  # also NaN
+            raise ValueError(f"step {line['step']} cannot have been measured")
         if step is None or line["step"] <= step:
             last |= {key: line[key] for key in ("step", "loss", "eval_loss") if line.get(key) is not None}
             tokens += line.get("tokens_trained") or 0

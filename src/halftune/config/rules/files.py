@@ -160,6 +160,15 @@ def _ending(path: str) -> str:
     return os.path.splitext(stem)[1].lower()
 
 
+def _is_absent(at: KeyPath, name: str) -> bool:
+    """Whether it is a tokenizer's name without an owner, as ``gpt2``, that cannot be had while the hub is off."""
+    if at[-1] != "tokenizer" or "/" in name:
+        return False
+    from huggingface_hub import constants, try_to_load_from_cache  # few runs name such a tokenizer
+
+    return constants.HF_HUB_OFFLINE and not isinstance(try_to_load_from_cache(name, "tokenizer_config.json"), str)
+
+
 def _absent(at: KeyPath, path: str, wanted: str) -> Violation:
     """A path where there is no file, or no folder, as ``wanted``."""
     if os.path.exists(path):
@@ -214,7 +223,7 @@ def _model(at: KeyPath, name: str, context: Context) -> Iterator[Violation]:
             yield from _model_folder(at, name)
     elif looks_local(name):
         yield _absent(at, name, "folder")
-    elif not HUB_ID.fullmatch(name) or "--" in name or ".." in name or (at[-1] == "tokenizer" and "/" not in name):
+    elif not HUB_ID.fullmatch(name) or "--" in name or ".." in name or _is_absent(at, name):
         remedy = "use a hub id such as Qwen/Qwen2.5-0.5B-Instruct, a folder, or builtin:<name>"
         yield Violation(at, f"{name!r} is neither a folder nor a hub id", remedy)
 

@@ -20,10 +20,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from halftune.core.errors import ModelError
+from halftune.core.log import get_logger
 from halftune.data.templates.render import with_date, writes_date
 from halftune.export.gguf.vocabulary import Vocabulary
 from halftune.model.files.load_errors import TEMPLATE_ERRORS, first_line
 
+log = get_logger(__name__)
 MARKS = {"system": "zqsystem7", "user": "zquser7", "assistant": "zqanswer7"}
 SAMPLING = {
     "temperature": "temperature",
@@ -96,6 +98,7 @@ def find_turns(tokenizer: PreTrainedTokenizerBase, words: Vocabulary, variables:
     try:
         turns = _split(render, [words.tokens[index] for index in words.stops])
         _check(turns, render)
+        _name_changes(turns, render)
     except TEMPLATE_ERRORS as error:
         raise _differs(f"the chat template refuses plain turns: {first_line(error)}") from error
     return turns
@@ -164,6 +167,15 @@ def _check(turns: Turns, render: Render) -> None:
         if turns.render(asked) != wanted:
             kind = "with" if asked[0] is system else "without"
             raise _differs(f"the chat template writes {len(asked)} messages {kind} a system message in another way")
+
+
+def _name_changes(turns: Turns, render: Render) -> None:
+    """Warn of what the chat template changes in messages; Ollama's templates write them as they are."""
+    changes = {"changes the reasoning": "<think>\nso\n</think>\n\nyes", "changes white space at the ends": " yes \n"}
+    for what, answer in changes.items():
+        asked = [{"role": role, "content": answer} for role in ("user", "assistant", "user")]
+        if turns.render(asked) != render(asked):
+            log.warning("the chat template %s of earlier messages; Ollama's TEMPLATE keeps them as they are", what)
 
 
 def _literal(text: str) -> str:

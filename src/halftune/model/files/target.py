@@ -15,6 +15,7 @@ from halftune.model.files.result import FINAL
 
 Kind = Literal["run", "checkpoint", "adapter", "model", "gguf", "name"]
 RESOLVED, ADAPTER, MODEL = "resolved.yaml", "adapter_config.json", "config.json"  # each makes its folder what it is
+WRITTEN = "config.yaml"  # the recipe as it was written
 STATE, TRAINABLE, OPTIMIZER = "state.json", "trainable.safetensors", "optimizer.safetensors"  # of a checkpoint
 
 _MOST_NAMES = 6  # in an error
@@ -83,7 +84,7 @@ def _of_folder(folder: Path) -> Target | str:
     names = sorted(os.listdir(folder))
     beginnings = tuple(name.split(".")[0] for name in (TRAINABLE, OPTIMIZER))
     shards = any(name.startswith(beginnings) and name.endswith(".safetensors") for name in names)
-    if shards or not {MARKER, STATE}.isdisjoint(names):
+    if shards or MARKER in names:
         return Target("checkpoint", folder)
     for final in (Path(os.path.abspath(folder)), folder.resolve()):
         if final.name == FINAL and (final.parent / RESOLVED).is_file():
@@ -99,13 +100,13 @@ def _of_folder(folder: Path) -> Target | str:
 
 
 def _of_recipe(file: Path) -> Path:
-    """The run folder of a recipe. One that lies in a folder with a result means that run, wherever it was moved.
+    """The run folder of a recipe. A run's own ``resolved.yaml`` and ``config.yaml`` mean that run, wherever it is.
 
     Raises:
         ModelError: it has not been trained.
         ConfigError: it has mistakes.
     """
-    if (file.parent / RESOLVED).is_file() and (file.parent / FINAL).is_dir():
+    if file.name in (RESOLVED, WRITTEN) and (file.parent / RESOLVED).is_file() and (file.parent / FINAL).is_dir():
         return file.parent
     folder = Path(load_config(file, look_at_files=False).run.training.output_dir)
     if not (folder / RESOLVED).is_file():

@@ -31,7 +31,8 @@ from halftune.plan.inference import resolve_inference
 
 log = get_logger(__name__)
 
-_SETTLED = ("model.tokenizer", "model.chat_template", "model.tokens", "adapter", "method")  # keys, by their beginning
+_SETTLED = ("model.tokenizer", "model.chat_template", "model.tokens", "adapter", "method", "training")  # and below
+_OPEN = ("training.allow_changes", "training.per_device")  # of these, what a result may be used with
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class CompletedRun:
         is_adapter: whether ``final`` contains an adapter (else a full model).
         place: folder of the result; None for ``final`` in the run folder.
         step: of the checkpoint that is exported; None: the result is that of the run.
+        plain: no run made it: the configuration names its tokenizer and chat template.
     """
 
     loaded: LoadedConfig
@@ -53,6 +55,7 @@ class CompletedRun:
     is_adapter: bool
     place: Path | None = None
     step: int | None = None
+    plain: bool = False
 
     @property
     def final(self) -> Path:
@@ -63,7 +66,7 @@ class CompletedRun:
     def result(self) -> ModelSection:
         """The model to load: an adapter's base or the trained model, with the run's tokenizer."""
         base = self.loaded.run.model
-        changes: dict[str, object] = {"tokenizer": str(self.final), "chat_template": None}
+        changes: dict[str, object] = {} if self.plain else {"tokenizer": str(self.final), "chat_template": None}
         if not self.is_adapter:
             changes |= {"name_or_path": str(self.final), "revision": None}
         return base.model_copy(update=changes)
@@ -90,7 +93,7 @@ def open_run(target: str, overrides: Sequence[str] = (), *, packed: bool = False
     """
     folder = identify(target, "run").path
     loaded = load_run(folder, overrides, look_at_files=False)  # the training data may be absent
-    _check_settled(loaded)
+    check_settled(loaded)
     final = folder / FINAL
     is_adapter = (final / "adapter_config.json").is_file()
     if not is_adapter and not (final / "config.json").is_file():
@@ -104,12 +107,18 @@ def open_run(target: str, overrides: Sequence[str] = (), *, packed: bool = False
 
 
 def with_inference_plan(
-    loaded: LoadedConfig, folder: Path, place: Path | None = None, *, is_adapter: bool, packed: bool = False
+    loaded: LoadedConfig,
+    folder: Path,
+    place: Path | None = None,
+    *,
+    is_adapter: bool,
+    packed: bool = False,
+    plain: bool = False,
 ) -> CompletedRun:
     """Plan how a result answers on this machine.
 
     Args:
-        loaded, folder, place, is_adapter: as :class:`CompletedRun` has them.
+        loaded, folder, place, is_adapter, plain: as :class:`CompletedRun` has them.
         packed: as of ``resolve_inference``.
 
     Raises:
@@ -119,7 +128,8 @@ def with_inference_plan(
     section = loaded.run.model if is_adapter else loaded.run.model.model_copy(update={"name_or_path": str(final)})
     stored = _adapter_format(final) if is_adapter else None
     plan = partial(resolve_inference, adapter=stored, packed=packed)
-    return CompletedRun(loaded, folder, _plan(loaded, run_facts(loaded.run, section), folder, plan), is_adapter, place)
+    made = _plan(loaded, run_facts(loaded.run, section), folder, plan)
+    return CompletedRun(loaded, folder, made, is_adapter, place, plain=plain)
 
 
 def open_checkpoint(checkpoint: Path, overrides: Sequence[str], place: Path) -> CompletedRun:
@@ -139,18 +149,19 @@ def open_checkpoint(checkpoint: Path, overrides: Sequence[str], place: Path) -> 
         what, remedy = "the checkpoint lies in no run folder", f"move it into its run folder, beside {RESOLVED}"
         raise ModelError(what, where=str(checkpoint), remedy=remedy, code="config.not_a_run_folder")
     loaded = load_run(folder, overrides, look_at_files=False)
+    check_settled(loaded)
     plan = _plan(loaded, run_facts(loaded.run), folder, resolve)
     return CompletedRun(loaded, folder, plan, loaded.run.adapter.type != "none", place)
 
 
-def _check_settled(loaded: LoadedConfig) -> None:
-    """Refuse overrides that would be ignored, or that a model card would state.
+def check_settled(loaded: LoadedConfig, keys: tuple[str, ...] = _SETTLED) -> None:
+    """Refuse overrides of settled keys, which would be ignored, or change what was trained.
 
     Raises:
         ConfigError: names the first.
     """
     for key, origin in loaded.origins.items():
-        if origin == COMMAND_LINE and key.startswith(_SETTLED):
+        if origin == COMMAND_LINE and key.startswith(keys) and not key.startswith(_OPEN):
             what, remedy = f"{key} has no effect: training has settled it", f"leave {key} out, or train with it"
             raise ConfigError(what, where=key, remedy=remedy, code="cli.option_conflict")
 

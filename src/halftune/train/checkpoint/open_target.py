@@ -6,13 +6,20 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from halftune.config.facts.folder import read_json
 from halftune.config.load import load_config
 from halftune.config.reading.names import looks_local
 from halftune.core.errors import ModelError
 from halftune.model.files.target import ADAPTER, identify
-from halftune.model.result.completed_run import CompletedRun, open_checkpoint, open_run, with_inference_plan
+from halftune.model.result.completed_run import (
+    CompletedRun,
+    check_settled,
+    open_checkpoint,
+    open_run,
+    with_inference_plan,
+)
 
 
 def open_target(
@@ -53,18 +60,21 @@ def open_target(
 def _plain(name: str, overrides: Sequence[str], packed: bool, adapter: Path | None = None) -> CompletedRun:
     from halftune.model.files.locate import locate  # imports torch
 
-    recipe = {
+    recipe: dict[str, Any] = {
         "model": {"name_or_path": name},
         "adapter": "none" if adapter is None else "lora",
         "data": {"train": "none.jsonl"},
         "training": {"output_dir": "none"},
     }
+    if adapter is not None and any((adapter / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json")):
+        recipe["model"]["tokenizer"] = str(adapter)  # the command line may name another one
     with TemporaryDirectory() as folder:
         file = Path(folder) / "plain.yaml"
         file.write_text(json.dumps(recipe), encoding="utf-8")  # JSON is YAML
         loaded = load_config(file, overrides, look_at_files=False)
+    check_settled(loaded, ("adapter", "method", "training"))
     place = locate(loaded.run.model) if adapter is None else adapter
-    return with_inference_plan(loaded, place, place, is_adapter=adapter is not None, packed=packed)
+    return with_inference_plan(loaded, place, place, is_adapter=adapter is not None, packed=packed, plain=True)
 
 
 def _base_of(adapter: Path) -> str:

@@ -69,6 +69,7 @@ def run_inputs(config: RunConfig, tokenizer: PreTrainedTokenizerBase, data: Prep
         "rewards": _rewards(config.method),
         "teacher": digests(model_identity(teacher)) if teacher is not None else {},
         "day": data.day,
+        "adapter_form": adapter_form(config.adapter),
     }
 
 
@@ -128,6 +129,11 @@ def _rewards(method: Method) -> dict[str, str]:
         name = f"{path.name} ({number})" if path.name in found else path.name  # of another folder
         found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
     return found
+
+
+def adapter_form(adapter: AdapterSection) -> dict[str, Any]:
+    """What turns an adapter's weights into an update, JSON-able; its dropout and its start do not."""
+    return adapter.model_dump(mode="json", exclude={"dropout", "name_or_path"})
 
 
 def template_date(folder: Path, resume_from: Path | None) -> str | None:

@@ -27,6 +27,7 @@ from halftune.train.checkpoint.checkpoint import (
     open_weights,
     read_state,
 )
+from halftune.train.checkpoint.run_inputs import adapter_form
 from halftune.train.parallel.shards import Stored
 from halftune.train.run_folder.checkpoints import find_damage
 
@@ -39,7 +40,7 @@ def write_result(checkpoint: Path, run: CompletedRun) -> None:
         run: of :func:`~halftune.model.result.completed_run.open_checkpoint`; its ``final`` is made.
 
     Raises:
-        TrainingError: the checkpoint is damaged; says how.
+        TrainingError: the checkpoint is damaged, or of another run; says how.
         ModelError: base model and checkpoint do not belong together, or the folder cannot be written.
     """
     config, plan, folder = run.loaded.run, run.plan, run.final
@@ -50,7 +51,10 @@ def write_result(checkpoint: Path, run: CompletedRun) -> None:
             remedy="use another one, or the run",
             code="train.checkpoint_damaged",
         )
-    base = base_of_checkpoint(checkpoint)
+    base, form = (_made_of(checkpoint).get(key) for key in ("model", "adapter_form"))
+    if form not in (None, adapter_form(config.adapter)):
+        what, remedy = "the checkpoint was written by a run with another adapter", "move it into its own run folder"
+        raise TrainingError(what, where=str(checkpoint), remedy=remedy, code="train.run_changed")
     check_base(base, config.model, allowed=run.any_base)
     facts = {BASE: base}
     tokenizer = load_tokenizer(config.model)
@@ -75,14 +79,14 @@ def _all_stored(config: RunConfig, plan: Plan) -> bool:
     return not (why_not() or config.model.tokens.add or plan.train_only is not None)
 
 
-def base_of_checkpoint(checkpoint: Path) -> Any:
-    """The identity of the base model that a checkpoint was trained from; None where an older version wrote none.
+def _made_of(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint's run was made of; empty where an older version wrote nothing.
 
     Raises:
         TrainingError: the checkpoint cannot be read.
     """
     made = read_state(checkpoint)["made_of"]
-    return made.get("model") if isinstance(made, dict) else None
+    return made if isinstance(made, dict) else {}
 
 
 def _trained(model: nn.Module, saved: Stored, checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:

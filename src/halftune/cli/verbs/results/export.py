@@ -66,9 +66,8 @@ def _export(args: argparse.Namespace, status: StatusFile | None) -> int:
     output, target = Path(os.path.expanduser(args.output)), identify(args.run, "run", "checkpoint")
     options = _options(args, output)
     with ExitStack() as stack:
+        scratch = stack.enter_context(reserved(output.with_name(f"{output.name}.result")))
         if at_checkpoint := target.kind == "checkpoint":
-            output.parent.mkdir(parents=True, exist_ok=True)
-            scratch = stack.enter_context(reserved(output.with_name(f"{output.name}.result")))
             finished = open_checkpoint(target.path, args.overrides, scratch / "final")
         else:
             finished = open_run(str(target.path), args.overrides)
