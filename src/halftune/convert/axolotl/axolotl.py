@@ -21,8 +21,8 @@ from halftune.convert.trainer import (
     periods,
     remote_code,
     scheduler,
-    warmup,
     warms_up,
+    warmup,
     whole_steps,
 )
 
