@@ -32,7 +32,11 @@ RULED = {
     (
         "training.warmup_steps=10",
         "training.lr_scheduler_type=constant",
-    ): "has no effect with lr_scheduler_type: constant",
+    ): "training.warmup_steps: has no effect with lr_scheduler_type: constant",
+    (
+        "training.warmup_ratio=0.5",
+        "training.lr_scheduler_type=constant",
+    ): "training.warmup_ratio: has no effect with lr_scheduler_type: constant",
     (
         "training.warmup_ratio=0.5",
         "training.lr_decay_ratio=0.8",
@@ -133,6 +137,9 @@ def test_valid_neighbours_of_the_rules(load: Load, recipe_text: str) -> None:
         ("data.eval_split=64",),
         ("training.warmup_steps=9", "training.max_steps=10"),
         ("training.warmup_steps=0", "training.lr_scheduler_type=constant"),
+        ("training.warmup_ratio=0", "training.lr_scheduler_type=constant"),
+        ("training.warmup_ratio=0.03", "training.lr_scheduler_type=constant"),  # as every resolved.yaml writes it
+        ("training.warmup_ratio=0.5", "training.lr_scheduler_type=constant_with_warmup"),
         ("adapter.target_modules=.*(q|v)_proj",),
         ("adapter.target_modules=[q_proj, v_proj]",),
         ("data.train=[rows.jsonl, rows.jsonl.gz, 'org/set', 'org/set:main', gsm8k]",),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -43,6 +44,7 @@ READ: dict[str, tuple[Any, list[float]]] = {
     "tensor in bf16": (torch.tensor([1.5, 2.0], dtype=torch.bfloat16), [1.5, 2.0]),
     "tensor of bools": (torch.tensor([True, False]), [1.0, 0.0]),
     "scalars of torch": ([torch.tensor(1.5), torch.tensor(2)], [1.5, 2.0]),
+    "column of a data frame": (pd.DataFrame({"a": [1.5, 2.0]})["a"], [1.5, 2.0]),
     "column of a tensor": (torch.tensor([[1.5], [2.0]]), [1.5, 2.0]),
     "denormal": ([5e-324, -5e-324], [5e-324, -5e-324]),
 }
@@ -82,6 +84,9 @@ REFUSED: dict[str, Any] = {
     "minus infinite": torch.tensor([-math.inf, 1.0]),
     "infinite in fp32": [1e39, 1.0],
     "larger than fp64": [10**400, 1],
+    "data frame": pd.DataFrame({1.0: ["a"], 2.0: ["b"]}),
+    "data frame of one column": pd.DataFrame({1.0: [0.5, 0.7]}),
+    "row": np.ones((1, 2)),
     "masked": np.ma.array([1.0, 2.0], mask=[False, True]),
     "an exception": [ValueError("x"), 1.0],
 }
@@ -137,6 +142,15 @@ EQUAL: dict[str, tuple[str, ...]] = {
     "floats beyond 2^53": ("[2.0**60, 2.0**60 + 256]",),
     "integers beyond 2^53": ("[2**60, 2**60 + 1]",),
     "all zero": ("[0.0, -0.0]",),
+    "fp32 as a list": ("torch.tensor([0.1] * 7 + [0.10000001]).tolist()",),
+    "fp32 by item": ("[np.float32(7.3).item(), np.nextafter(np.float32(7.3), np.float32(8)).item()]",),
+    "fp32 in fp64": ("torch.tensor([0.1, 0.10000001]).double()",),
+    "fp32 beyond 2^24": ("torch.tensor([1e8, 1e8 + 8])",),
+    "bf16 beyond 2^8": ("torch.tensor([1000.0, 1004.0], dtype=torch.bfloat16)",),
+    "bf16 beside a constant": ("torch.tensor([24, 24.125, 24, 24], dtype=torch.bfloat16)", "[1, 1, 1, 1]"),
+    **{f"{name}, one bit": (f"torch.tensor([1.25, {1.25 + bit}]).to(torch.{name})",)
+       for name, bit in {"float16": 2**-10, "float8_e4m3fn": 0.125, "float8_e4m3fnuz": 0.125, "float8_e5m2": 0.25,
+                         "float8_e5m2fnuz": 0.25}.items()},
     "mixed magnitudes": ("[1e9] * 3", "[0.1 + 0.2, 0.3, 0.3]"),
 }  # fmt: skip
 APART: dict[str, tuple[tuple[str, ...], list[float]]] = {
@@ -152,6 +166,18 @@ APART: dict[str, tuple[tuple[str, ...], list[float]]] = {
     "beside a constant in bf16": (("torch.ones(2, dtype=torch.bfloat16)", "[0.0, 2**-10]"), [-(2.0**-11), 2.0**-11]),
     "two of bf16": (("torch.tensor([1.0, 1.03125], dtype=torch.bfloat16)",), [-(2.0**-6), 2.0**-6]),
     "one judged less": (("[1.0, None, 2.0]",), [-0.5, 0.0, 0.5]),
+    "integers beside rounding": (("torch.tensor([24, 24.125], dtype=torch.bfloat16)", "[1, 0]"), [0.5, -0.5]),
+    "integers beside one that judges less": (
+        ("[None, 24.0, 24.0]", "torch.tensor([24, 24.125, 24], dtype=torch.bfloat16)", "[1, 0, 1]"),
+        [-15.6666667, 7.3333333, 8.3333333],
+    ),
+    "integers in bf16": (("torch.tensor([130, 131, 130, 130], dtype=torch.bfloat16)",), [-0.25, 0.75, -0.25, -0.25]),
+    "integers in fp16": (("torch.tensor([1500, 1501], dtype=torch.float16)",), [-0.5, 0.5]),
+    "integers in fp32": (("torch.tensor([1100000.0, 1100001.0])",), [-0.5, 0.5]),
+    "integers in fp8": (("torch.tensor([14.0, 15.0]).to(torch.float8_e4m3fn)",), [-0.5, 0.5]),
+    "integers as floats": (("[2.0**52, 2.0**52 + 4]",), [-2.0, 2.0]),
+    "1e-5 beside 1 in fp32 as a list": (("torch.tensor([1.0, 1.0 + 2**-17]).tolist()",), [-(2.0**-18), 2.0**-18]),
+    "1e-11 beside 0.1": (("[0.1, 0.1 + 1e-11]",), [-5e-12, 5e-12]),
 }
 
 

@@ -30,9 +30,9 @@ def convert_trainer(draft: Draft, folder: Path) -> None:
     if draft.has("max_steps") and not draft.left["max_steps"] > 0:
         draft.none("max_steps", "negative: num_train_epochs holds")
     draft.move("max_steps", "training.max_steps")
-    warmup(draft)
     optimizer(draft, "optim")
     scheduler(draft, "lr_scheduler_type")
+    warmup(draft)
     report_to(draft)
     loggers(draft, ("swanlab",))
     draft.follow("trainer.noise")
@@ -65,7 +65,10 @@ def drop_trainer(draft: Draft) -> None:
 
 
 def warmup(draft: Draft) -> None:
-    """Warm-up in steps; transformers 5 reads a fraction of one as a ratio of the run."""
+    """Warm-up in steps; transformers 5 reads a fraction of one as a ratio of the run. Call it after ``scheduler``."""
+    if not warms_up(draft):
+        draft.drop("warmup_ratio warmup_steps", "the schedule has no warm-up")
+        return
     ratio, steps = draft.take("warmup_ratio"), number(draft.take("warmup_steps"))
     if isinstance(steps, float) and 0 < steps < 1:
         draft.translated("warmup_steps", "training.warmup_ratio", steps)
@@ -79,6 +82,11 @@ def warmup(draft: Draft) -> None:
         draft.translated("warmup_ratio", "training.warmup_ratio", ratio)
     if draft.get("training.warmup_steps") is None:
         draft.default("training.warmup_ratio", 0.0, "warmup_ratio")
+
+
+def warms_up(draft: Draft) -> bool:
+    """Whether the schedule has a warm-up."""
+    return SCHEDULES[draft.get("training.lr_scheduler_type") or "linear"].warmup
 
 
 def remote_code(draft: Draft) -> None:

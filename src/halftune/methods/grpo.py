@@ -38,15 +38,15 @@ def reward_metrics(section: GrpoMethod) -> list[str]:
 
 
 def level(rewards: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
-    """Rewards ``[E, G]``, made equal for a prompt whose judged answers are at most ``bound`` ``[E]`` apart.
+    """Rewards ``[..., G]``, made equal for a prompt whose judged answers are at most ``bound`` ``[...]`` apart.
 
     Advantages are relative, and so are Adam's steps: a difference by rounding would train like a real one.
     """
     judged = ~rewards.isnan()
-    largest = torch.where(judged, rewards, -torch.inf).amax(dim=1)
-    smallest = torch.where(judged, rewards, torch.inf).amin(dim=1)
-    equal = judged & (largest - smallest <= bound)[:, None]
-    return torch.where(equal, largest[:, None], rewards)
+    largest = torch.where(judged, rewards, -torch.inf).amax(dim=-1, keepdim=True)
+    smallest = torch.where(judged, rewards, torch.inf).amin(dim=-1, keepdim=True)
+    equal = judged & (largest - smallest <= bound[..., None])
+    return torch.where(equal, largest, rewards)
 
 
 def spread(rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

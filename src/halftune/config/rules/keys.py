@@ -138,23 +138,30 @@ def eval_split_is_share_or_count(run: RunConfig, context: Context) -> Iterator[V
         )
 
 
-@rule("config.out_of_range", "training.warmup_steps", "training.max_steps", "training.lr_scheduler_type")
+@rule(
+    "config.out_of_range",
+    "training.warmup_steps",
+    "training.warmup_ratio",
+    "training.max_steps",
+    "training.lr_scheduler_type",
+)
 def warmup_ends_before_training(run: RunConfig, context: Context) -> Iterator[Violation]:
-    """Warm-up must be shorter than the run."""
+    """Warm-up must be shorter than the run, and part of the schedule."""
     training = run.training
     if training.warmup_steps and training.max_steps is not None and training.warmup_steps >= training.max_steps:
         what = (
             f"expected less than max_steps ({training.max_steps}), got {training.warmup_steps}: warm-up would never end"
         )
         yield Violation(("training", "warmup_steps"), what, "lower it, or use warmup_ratio")
-    if training.warmup_steps and not SCHEDULES[training.lr_scheduler_type].warmup:
-        remedy = "set lr_scheduler_type: constant_with_warmup"
-        yield Violation(
-            ("training", "warmup_steps"),
-            "has no effect with lr_scheduler_type: constant",
-            remedy,
-            code="config.no_effect",
-        )
+    if SCHEDULES[training.lr_scheduler_type].warmup:
+        return
+    usual = type(training).model_fields["warmup_ratio"].default  # every resolved.yaml writes it
+    asked = {"warmup_steps": training.warmup_steps, "warmup_ratio": training.warmup_ratio not in (0, usual)}
+    for key, given in asked.items():
+        if given:
+            what = f"has no effect with lr_scheduler_type: {training.lr_scheduler_type}"
+            remedy = "remove it, or set lr_scheduler_type: constant_with_warmup"
+            yield Violation(("training", key), what, remedy, code="config.no_effect")
 
 
 @rule("config.out_of_range", "training.warmup_ratio", "training.lr_decay_ratio", "training.lr_scheduler_type")

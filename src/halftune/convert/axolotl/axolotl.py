@@ -21,6 +21,7 @@ from halftune.convert.trainer import (
     periods,
     remote_code,
     scheduler,
+    warms_up,
     warmup,
     whole_steps,
 )
@@ -152,7 +153,7 @@ def _training(draft: Draft) -> None:
     draft.follow("trainer.lowest_rate")
     lora_plus(draft)
     draft.follow("trainer.noise")
-    if draft.left.get("warmup_steps") is None and draft.left.get("warmup_ratio") is None:
+    if warms_up(draft) and draft.left.get("warmup_steps") is None and draft.left.get("warmup_ratio") is None:
         _usual_warmup(draft)
     warmup(draft)
     batch = draft.take("batch_size")

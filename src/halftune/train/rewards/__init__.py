@@ -151,23 +151,25 @@ class Rewards:
 
     def total(self, rewards: torch.Tensor, group: int = 1) -> torch.Tensor:
         """The weighted sum ``[N]`` of the latest rewards ``[F, N]``; NaN where all with a weight are NaN, which counts
-        nothing. Sums of a group of answers that are equal but for rounding become the same number.
+        nothing. In a group of answers, a function's rewards that are equal but for rounding become the same number,
+        and then the sums.
 
         Raises:
             TrainingError: a sum is not finite in fp32.
         """
-        weights = self.weights[:, None]
-        unjudged = (rewards.isnan() | (weights == 0)).all(dim=0)
-        parts = torch.where(rewards.isnan(), 0.0, rewards * weights)
+        weights, rounding = self.weights[:, None, None], self._rounding[:, None]
+        each = rewards.view(len(rewards), -1, group)  # [F, E, G]
+        each = level(each, rounding * each.nan_to_num().abs().amax(dim=2))
+        unjudged = (each.isnan() | (weights == 0)).all(dim=0)
+        parts = torch.where(each.isnan(), 0.0, each * weights)
         totals = torch.where(unjudged, torch.nan, parts.sum(dim=0))
         if not bool((unjudged | (totals.abs() <= LARGEST)).all()):
             what, remedy = "a weighted sum of rewards is not finite in fp32", "use smaller rewards or weights"
             raise TrainingError(what, where="method.rewards", remedy=remedy, code="train.reward_failed")
-        parts = parts.view(len(parts), -1, group)  # [F, E, G]
-        rounding = self._rounding[:, None] * (parts != parts[..., :1]).any(dim=2)  # what never varies is no difference
+        rounding = rounding * (parts != parts[..., :1]).any(dim=2)  # what never varies is no difference
         rounding = rounding + len(parts) * torch.finfo(torch.float64).eps  # of this sum
         bound = (rounding * parts.abs().amax(dim=2)).sum(dim=0)
-        return level(totals.view(-1, group), bound).flatten()
+        return level(totals, bound).flatten()
 
 
 async def _all(waiting: Iterable[Awaitable[Any]]) -> list[Any]:
