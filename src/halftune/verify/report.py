@@ -12,7 +12,7 @@ from typing import Any, Literal
 from halftune.verify.answers import Followed, follow
 from halftune.verify.conversations import conversations
 from halftune.verify.exact import Exact
-from halftune.verify.judge import Heard, judge_chat, judge_weights
+from halftune.verify.judge import UNKNOWN, Heard, judge_chat, judge_weights
 from halftune.verify.probes import Probe, Probes
 from halftune.verify.reference import Reference
 from halftune.verify.rounding import Rounding, known_causes
@@ -20,7 +20,6 @@ from halftune.verify.targets import Finding, Target
 
 _SHOWN = 12  # tokens around a difference
 _NAMED = 3  # of a list
-_UNKNOWN = ".unknown"
 _OTHER_PROMPTS = ("tokens.differ", "tokens.count", "tokens.variables", "tokens.bos_twice", "tokens.bos_added")
 
 Answer = Literal["same", "differs", "not known"]
@@ -131,14 +130,14 @@ def compare(reference: Reference, exact: Exact | str, target: Target, files: Fil
     questions += ["processor"] * files.media + ["chat"] * client
     named = [_explained(one, target.kind) for one in dict.fromkeys(found)]
     unknown = [one for one in named if _is_unknown(one)]
-    lines += [("not compared", f"{one.code.removesuffix(_UNKNOWN)}: {one.what}") for one in unknown]
+    lines += [("not compared", f"{one.code.removesuffix(UNKNOWN)}: {one.what}") for one in unknown]
     differing = [one for one in named if one not in unknown]
     name = str(reference.folder)
     return Report(name, target.name, len(probes.probes), lines, differing, numbers, unknown, questions)
 
 
 def _is_unknown(found: Finding) -> bool:
-    return found.code.endswith(_UNKNOWN)
+    return found.code.endswith(UNKNOWN)
 
 
 def _heard(probes: Sequence[Probe], target: Target, tokenizer: Any, tie: float, *, chat: bool) -> Heard:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, Protocol
 
 from halftune.verify.probes import Probe, Probes
@@ -24,13 +23,11 @@ class Seen:
             probe's, and empty where nothing is known.
         likeliest: ``[P]`` of the likeliest tokens ``[T]``; empty where they are not known.
         of_top: ``[P]`` of ``[T, K]`` log-probabilities of the probe's ``top`` tokens; empty where they are not known.
-        steps: differences of log-probabilities at one place, which show in what format a server computes its logits.
     """
 
     logprobs: list[list[float]]
     likeliest: list[list[int]] = field(default_factory=list)
     of_top: list[list[list[float]]] = field(default_factory=list)
-    steps: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -52,11 +49,6 @@ class Said:
     prompt: list[int] | int | None = None
     whole: bool = True
     tops: list[dict[int | str, float]] = field(default_factory=list)
-
-    @property
-    def steps(self) -> list[float]:
-        """See ``Seen``."""
-        return [high - low for place in self.tops for low, high in pairwise(sorted(place.values()))]
 
 
 @dataclass(frozen=True)
