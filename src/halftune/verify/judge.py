@@ -13,16 +13,12 @@ from halftune.verify.measure import score
 from halftune.verify.probes import Probe, Probes
 from halftune.verify.rounding import Rounding
 from halftune.verify.targets import Finding, Said, Seen, Target
+from halftune.verify.weights import SIZES
 
 UNKNOWN = ".unknown"  # the end of a code: not compared
 _FAR = 4.0  # times the rounding: so far apart, trained and base are told apart by each number
 _AGREED = 0.6  # share of answers that are the probes' where it is not known what rounding changes
 _TRAINED, _BASE = 0.15, 0.15  # how far from 1 and from 0 the place between base and trained may be
-_SIZES = {
-    2.0: ("weights.beyond", "merged twice, or lora_alpha is doubled"),
-    0.5: ("weights.between", "half of lora_alpha"),
-}
-
 Heard = Sequence[tuple[Probe, Said, Followed]]  # a server's own answers
 
 
@@ -92,13 +88,14 @@ def _of_size(probes: Probes, seen: Seen, exact: Exact | str, to_trained: float) 
     if isinstance(exact, str) or not exact.before:
         return []
     pairs = [(one.prompt, one.answer) for one in probes.probes]
-    for size, (code, words) in _SIZES.items():
+    for size, words in SIZES.items():
         with exact.at(size) as model:
             made = score(model, pairs, 0, torch.device("cpu"))
         rows = zip(seen.logprobs, made, strict=False)
         apart = [abs(a - b) for own, one in rows for a, b in zip(own, one.logprobs, strict=False)]
         if sum(apart) / len(apart) < to_trained / _FAR:
-            return [Finding(code, f"the update of training has {size:g} times its size: {words}")]
+            code = "weights.beyond" if size > 1 else "weights.between"
+            return [Finding(code, f"the update of training has {size:g} times its size{words}")]
     return []
 
 
