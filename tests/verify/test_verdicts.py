@@ -351,9 +351,9 @@ def test_broken_folders(result: tuple[Reference, Exact, dict[str, Path]], name: 
     found = of_folder(reference, exact, copied(folders["merged"], change))
     assert found.answer == ("not known" if code.endswith("unknown") else "differs")
     assert any(one.startswith(code) for one in codes(found)), found
-    assert "weights.unknown" not in codes(found)
-    if name.startswith("stops: one missing, "):
-        assert "stops.more" in codes(found)
+    assert {one.split(".")[0] for one in codes(found)} == {code.split(".")[0]}, "nothing else is accused"
+    if code.startswith("stops"):
+        assert codes(found) == [code, *["stops.more"] * name.endswith("one missing, one more")]
 
 
 @pytest.mark.parametrize("name", HONEST_FOLDERS)
@@ -403,7 +403,7 @@ SERVED: dict[str, tuple[dict[str, Any], Change | None, str]] = {
     "a space from the second turn on": ({}, prefixed("{%- if messages | length > 2 %} {% endif %}"), "tokens.differ"),
     "tools are left out": ({"tools": False}, None, "tokens.differ"),
     "tools are left out, and only counted": ({"tools": False, "tokenize": False}, None, "tokens.count"),
-    "prompts are cut": ({"cut": 12}, None, ""),
+    "prompts are cut": ({"cut": 12}, None, "weights"),
 }  # fmt: skip
 
 
@@ -427,6 +427,7 @@ def test_broken_servers(result: tuple[Reference, Exact, dict[str, Path]], name: 
         found = report(reference, exact, ServerTarget(url), Files())
     assert found.answer == "differs", found
     assert any(one.code.startswith(code) for one in found.findings), found
+    assert {one.code.split(".")[0] for one in found.findings} <= {code.split(".")[0], "chat"}, found
 
 
 @pytest.mark.parametrize("dim", [None, -1])

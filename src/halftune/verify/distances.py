@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import exp, log
 
 from halftune.verify.probes import Probes
-from halftune.verify.targets import Seen
+
+Rows = Sequence[Sequence[float]]  # [P][T], log-probabilities
 
 
-def distances(probes: Probes, seen: Seen) -> dict[str, float | None]:
+def distances(probes: Probes, seen: Rows) -> dict[str, float | None]:
     """See ``Report.numbers``; ``apart`` is the distance of trained and base, ``off_line`` of the target from the line
     between them, as a share of that."""
-    found: dict[str, float | None] = dict.fromkeys(
-        ("to_trained", "to_base", "place", "kl", "agreement", "apart", "off_line", "covered")
-    )
+    found: dict[str, float | None] = dict.fromkeys(("to_trained", "to_base", "place", "apart", "off_line", "covered"))
     rows = []
-    for probe, values in zip(probes.probes, seen.logprobs, strict=False):
+    for probe, values in zip(probes.probes, seen, strict=False):
         base = probe.base or [None] * len(values)
         rows += list(zip(values, probe.logprobs, base, strict=False))
     if not rows:
@@ -31,27 +29,7 @@ def distances(probes: Probes, seen: Seen) -> dict[str, float | None]:
         if whole:
             place = found["place"] = sum(own * trained for own, trained in moved) / whole
             found["off_line"] = (sum((own - place * trained) ** 2 for own, trained in moved) / whole) ** 0.5
-    pairs = [
-        (own, place[0][0])
-        for probe, likeliest in zip(probes.probes, seen.likeliest, strict=False)
-        for own, place in zip(likeliest, probe.top, strict=False)
-    ]
-    if pairs:
-        found["agreement"] = mean(own == ours for own, ours in pairs)
-    if seen.of_top:
-        found["kl"] = mean(
-            _kl([value for _, value in place], own)
-            for probe, rows_of in zip(probes.probes, seen.of_top, strict=True)
-            for place, own in zip(probe.top, rows_of, strict=True)
-        )
     return found
-
-
-def _kl(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """KL divergence of the likeliest tokens' probabilities, and of all others together; at most the whole one's."""
-    p, q = [exp(one) for one in ours], [exp(one) for one in theirs]
-    p, q = [*p, max(1 - sum(p), 1e-9)], [*q, max(1 - sum(q), 1e-9)]
-    return max(sum(one * log(one / max(other, 1e-30)) for one, other in zip(p, q, strict=True)), 0.0)
 
 
 def mean(values: Iterable[float]) -> float:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from halftune.verify.answers import Followed, power
-from halftune.verify.distances import distances
+from halftune.verify.distances import Rows, distances
 from halftune.verify.exact import Exact
 from halftune.verify.measure import score
 from halftune.verify.probes import Probe, Probes
 from halftune.verify.rounding import Rounding
-from halftune.verify.targets import Finding, Said, Seen, Target
+from halftune.verify.targets import Finding, Said, Target
 from halftune.verify.weights import SIZES
 
 UNKNOWN = ".unknown"  # the end of a code: not compared
@@ -24,7 +24,7 @@ Heard = Sequence[tuple[Probe, Said, Followed]]  # a server's own answers
 
 def judge_weights(
     rounding: Rounding,
-    seen: Seen,
+    seen: Rows,
     heard: Heard,
     exact: Exact | str,
     *,
@@ -50,8 +50,6 @@ def judge_weights(
         return _whose(rounding, seen, heard, numbers) if heard else unseen
     shown = [f"distance to trained {numbers['to_trained']:.2g} nats a token"]
     shown += [f"to base {numbers['to_base']:.2g}"] if numbers["to_base"] is not None else []
-    shown += [f"KL {numbers['kl']:.2g}"] if numbers["kl"] is not None else []
-    shown += [f"the same likeliest token in {numbers['agreement']:.1%}"] if numbers["agreement"] is not None else []
     lines.append(("weights", " · ".join(shown)))
     lines.append(("rounding", f"up to {expected:.2g} nats a token are expected: {rounding.words}"))
     covered = numbers["covered"] or 0.0
@@ -68,7 +66,7 @@ def judge_weights(
     return found
 
 
-def _whose(rounding: Rounding, seen: Seen, heard: Heard, numbers: dict[str, float | None]) -> list[Finding]:
+def _whose(rounding: Rounding, seen: Rows, heard: Heard, numbers: dict[str, float | None]) -> list[Finding]:
     """What log-probabilities say, and answers that differ where rounding decides nothing."""
     parted = sum(one.parted for _, _, one in heard)
     if numbers["to_trained"] is not None:
@@ -83,7 +81,7 @@ def _whose(rounding: Rounding, seen: Seen, heard: Heard, numbers: dict[str, floa
     return sure or found
 
 
-def _of_size(probes: Probes, seen: Seen, exact: Exact | str, to_trained: float) -> list[Finding]:
+def _of_size(probes: Probes, seen: Rows, exact: Exact | str, to_trained: float) -> list[Finding]:
     """Whether it computes the trained model with an update of another size."""
     if isinstance(exact, str) or not exact.before:
         return []
@@ -91,7 +89,7 @@ def _of_size(probes: Probes, seen: Seen, exact: Exact | str, to_trained: float) 
     for size, words in SIZES.items():
         with exact.at(size) as model:
             made = score(model, pairs, 0, torch.device("cpu"))
-        rows = zip(seen.logprobs, made, strict=False)
+        rows = zip(seen, made, strict=False)
         apart = [abs(a - b) for own, one in rows for a, b in zip(own, one.logprobs, strict=False)]
         if sum(apart) / len(apart) < to_trained / _FAR:
             code = "weights.beyond" if size > 1 else "weights.between"
@@ -144,8 +142,7 @@ def judge_chat(
         what = f"in {len(other)} of {len(heard)} conversations: {count} tokens instead of {len(probe.prompt)}"
         return [Finding("chat.prompt", f"the chat endpoint makes another prompt {what}")]
     known = {id(probe): one.logprobs for probe, _, one in heard}
-    rows = [known.get(id(one), []) for one in rounding.probes.probes]
-    seen = Seen(rows)
+    seen = [known.get(id(one), []) for one in rounding.probes.probes]
     numbers = distances(rounding.probes, seen)
     if numbers["to_trained"] is not None:
         lines.append(("chat", f"distance to trained {numbers['to_trained']:.2g} nats a token"))

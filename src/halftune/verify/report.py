@@ -49,9 +49,8 @@ class Report:
         probes: how many were compared.
         lines: what was seen, one line a step.
         findings: what differs, in the order of the steps.
-        numbers: ``to_trained``, ``to_base`` (mean |difference| in nats a token), ``place`` (0 base, 1 trained), ``kl``
-            (nats a token), ``agreement`` (of the likeliest token), ``expected`` (by rounding), ``covered`` (share of
-            the answers' tokens that were compared); None: not known.
+        numbers: ``to_trained``, ``to_base`` (mean |difference| in nats a token), ``place`` (0 base, 1 trained),
+            ``expected`` (by rounding), ``covered`` (share of the answers' tokens that were compared); None: not known.
         unknown: what could not be compared; their codes end in ``.unknown``.
         asked: the questions, which are the beginnings of codes: ``tokens``, ``stops``, ``weights`` …
     """

@@ -13,11 +13,10 @@ import psutil
 import torch
 import yaml
 
-from halftune.verify.distances import mean
+from halftune.verify.distances import Rows, mean
 from halftune.verify.exact import Exact, memory_needed
 from halftune.verify.measure import Scores, score
 from halftune.verify.probes import Probe, Probes
-from halftune.verify.targets import Seen
 from halftune.verify.targets.folder import load_plain
 
 FACTOR = 2.0  # times the measured rounding is still called rounding
@@ -30,8 +29,6 @@ _UNNAMED = (_WEIGHTS, "bf16", "fp16")  # what a server that names no format may 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _BLOCKS = {"q8_0": 32, "nf4": 64, "q4": 32}  # weights that share a scale; other formats have one for a row
 _LEVELS = {"nf4": 7, "q4": 7}  # on each side of zero; others 127
-
-Rows = Sequence[Sequence[float]]  # [P][T]
 
 
 @dataclass(frozen=True)
@@ -62,10 +59,10 @@ class Rounding:
         """Nats a token by the coarsest format that a target may have."""
         return max([self.usual, *(most for _, most in self.halves)])
 
-    def bound(self, seen: Seen) -> float:
+    def bound(self, seen: Rows) -> float:
         """Nats a token for these numbers: more where they are those of a computation in 16 bits."""
-        apart = mean(_apart(seen.logprobs, [one.logprobs for one in self.probes.probes]))
-        near = [most for rows, most in self.halves if mean(_apart(seen.logprobs, rows)) < _NEARER * apart]
+        apart = mean(_apart(seen, [one.logprobs for one in self.probes.probes]))
+        near = [most for rows, most in self.halves if mean(_apart(seen, rows)) < _NEARER * apart]
         return max([self.usual, *near])
 
 

@@ -15,22 +15,6 @@ from halftune.verify.probes import Probe, Probes
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a target says of the answers of P probes.
-
-    Attributes:
-        logprobs: ``[P]`` of the answers' log-probabilities ``[T]``; shorter where a server's own answer parts from the
-            probe's, and empty where nothing is known.
-        likeliest: ``[P]`` of the likeliest tokens ``[T]``; empty where they are not known.
-        of_top: ``[P]`` of ``[T, K]`` log-probabilities of the probe's ``top`` tokens; empty where they are not known.
-    """
-
-    logprobs: list[list[float]]
-    likeliest: list[list[int]] = field(default_factory=list)
-    of_top: list[list[list[float]]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
 class Said:
     """A server's own greedy answer.
 
@@ -97,6 +81,7 @@ class Target(Protocol):
         """A server's own greedy answer, of its chat endpoint or of completions; None where there is none."""
         ...
 
-    def see(self, probes: Sequence[Probe], tokenizer: Any) -> Seen:
-        """Score the probes' answers."""
+    def see(self, probes: Sequence[Probe], tokenizer: Any) -> list[list[float]]:
+        """Log-probabilities ``[P][T]`` of the probes' answers; fewer than ``T`` where a server's own answer parts from
+        the probe's, none where nothing is known."""
         ...

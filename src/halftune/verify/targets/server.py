@@ -16,7 +16,7 @@ from halftune.core.processes import heartbeat
 from halftune.verify.answers import follow
 from halftune.verify.draw import render
 from halftune.verify.probes import TOP, Probe, Probes
-from halftune.verify.targets import Said, Seen
+from halftune.verify.targets import Said
 
 _SECONDS = 120.0  # for one request
 _BODY = 32 << 20  # bytes of an answer
@@ -104,15 +104,15 @@ class ServerTarget:
         """See ``Target``; the conversation as a client sends it, without variables of the template."""
         return self._said(probe, _CHAT if chat else _TEXT, {})
 
-    def see(self, probes: Sequence[Probe], tokenizer: Any) -> Seen:
+    def see(self, probes: Sequence[Probe], tokenizer: Any) -> list[list[float]]:
         """See ``Target``. Scores the answer behind the prompt where the server can; else follows its own answer."""
         if self._echoed(probes[0]) is not None:
-            return Seen([self._echoed(one) or [] for one in probes])
+            return [self._echoed(one) or [] for one in probes]
         said = [self.said(one, chat=False) or self.said(one, chat=True) for one in probes]
         if not any(said):
             raise self._error(_TEXT, self.refused)
         pairs = zip(probes, said, strict=True)
-        return Seen([follow(probe, one, inf, tokenizer).logprobs if one else [] for probe, one in pairs])
+        return [follow(probe, one, inf, tokenizer).logprobs if one else [] for probe, one in pairs]
 
     def _echoed(self, probe: Probe) -> list[float] | None:
         """Log-probabilities of the answer, given the prompt; None if the server does not score prompts."""
