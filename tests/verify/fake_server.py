@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-_LONGEST = 48
+_LONGEST = 40  # tokens: of a probe and those beyond it
 
 
 class _Model:
