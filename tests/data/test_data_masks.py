@@ -287,3 +287,13 @@ def test_a_long_conversation_is_rendered_in_few_calls(family, make_tokenizer, ma
         return len(made)
 
     assert calls(12) == calls(4)
+
+
+@pytest.mark.parametrize("tags", [("<think>", "</think>"), ("<think>\n", "\n</think>\n\n")])
+@pytest.mark.parametrize("last", [False, True])
+def test_an_answer_of_one_word_beside_a_tag_is_trained(tags, last, make_tokenizer, make_config, write):
+    tokenizer = make_tokenizer("qwen3")
+    messages = [ONE[0], {"role": "assistant", "content": f"{tags[0]}Add them.{tags[1]}4"}, *([] if last else TWO[2:])]
+    texts = trained_texts(only(prepare(make_config(write([{"messages": messages}])), tokenizer)), tokenizer)
+    assert texts[0] == ("<think>\nAdd them.\n</think>\n\n" if last else "") + "4<|im_end|>"
+    assert len(texts) == (1 if last else 2)

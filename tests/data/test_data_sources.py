@@ -18,7 +18,7 @@ from halftune.data.formats.detect import detect
 from halftune.data.pipeline import prepare
 from halftune.data.preflight import validate_data
 from halftune.data.readers.files import read_file
-from halftune.data.sources.source import open_source
+from halftune.data.sources.source import open_source, skipped_of
 
 GRPO = {"type": "grpo", "rewards": ["exact_answer"], "num_generations": 2, "max_completion_length": 4}
 ROWS = [{"instruction": "A?", "output": "B."}, {"instruction": "C?", "output": "D — ü"}]
@@ -124,6 +124,38 @@ def test_hidden_folders_are_not_read_and_reported(streaming, write, tmp_path, to
         write(ROWS, f".set/.git/{number}.jsonl")
     monkeypatch.setattr("halftune.data.sources.source.MOST", 12)
     assert read(tmp_path / ".set").all() == 2 * ROWS  # what a hidden folder holds does not count
+
+
+def test_other_files_and_linked_folders_are_reported(write, tmp_path):
+    left = ("a.jsonl.zst", "b.jsonl.xz", "c.zip", "d.jsonlines", "part-00001")
+    for name in ("a.jsonl", *left, "cat.png", "sound.wav", ".DS_Store"):
+        write(ROWS, f"set/{name}")
+    write(ROWS, "elsewhere/b.jsonl")
+    (tmp_path / "set" / "more").symlink_to(tmp_path / "elsewhere")
+    assert skipped_of(str(tmp_path / "set")) == sorted([*left, "more"])
+
+
+def test_rows_of_files_with_equal_names_have_different_places(write, tmp_path):
+    for name in ("set/one/data.jsonl", "set/two/data.jsonl"):
+        write(ROWS[:1], name)
+    rows = read(tmp_path / "set")
+    assert [rows.place(index) for index in range(2)] == ["one/data.jsonl:1", "two/data.jsonl:1"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "method"),
+    [
+        ({"text": "A B C"}, {"content": "D E F"}, "pretrain"),
+        ({"prompt": "A?", "completion": "B."}, {"question": "C?", "completion": "D."}, "sft"),
+        ({"prompt": "A?", "completion": "B."}, {"prompt": "C?", "question": "D?", "answer": "E."}, "sft"),
+    ],
+)
+def test_a_row_without_a_column_names_its_place(first, second, method, write, tmp_path, make_config):
+    write([first] * 3, "set/a.jsonl")
+    write([second], "set/b.jsonl")
+    with pytest.raises(DataError) as caught:
+        validate_data(make_config(str(tmp_path / "set"), method=method))
+    assert (caught.value.code, caught.value.where) == ("data.malformed_row", f"{tmp_path / 'set' / 'b.jsonl'} line 1")
 
 
 def test_a_folder_with_hidden_folders_only_has_no_data(write, tmp_path):

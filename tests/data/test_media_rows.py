@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -77,3 +78,45 @@ def test_a_text_in_a_part_of_a_medium_is_refused(key: str) -> None:
     with pytest.raises(RowError) as error:
         read(row([{**part, key: "x"}]))
     assert error.value.code == "data.malformed_row"
+
+
+def indexed(*indexes: int) -> list[dict[str, Any]]:
+    return [{"type": "image", "text": None, "index": index} for index in indexes]
+
+
+@pytest.mark.parametrize("form", [messages.FORMAT, preference.FORMAT])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_the_index_of_a_part_names_its_file(form: Format, as_text: bool) -> None:
+    asked = [{"role": "user", "content": indexed(1, 0, 1)}]
+    more = [[*asked, {"role": "assistant", "content": one}] for one in ("A cat.", "A dog.")]
+    given = {"messages": more[0]} if form is messages.FORMAT else {"chosen": more[0], "rejected": more[1]}
+    given = {name: json.dumps(value) for name, value in given.items()} if as_text else given
+    made = read({**given, "images": ["a.png", "b.png"]}, form)
+    conversation = made if form is messages.FORMAT else made.rejected
+    assert conversation.media == (("image", "b.png"), ("image", "a.png"), ("image", "b.png"))
+
+
+@pytest.mark.parametrize(
+    ("parts", "code"),
+    [
+        (indexed(0, 0), "data.image_count"),
+        (indexed(0, 2), "data.image_count"),
+        ([*indexed(0), {"type": "image"}], "data.image_count"),
+        (indexed(-1, 0), "data.malformed_row"),
+    ],
+)
+def test_indexes_that_are_not_those_of_the_files_are_refused(parts: list[Any], code: str) -> None:
+    with pytest.raises(RowError) as error:
+        read(row(parts, images=["a.png", "b.png"]))
+    assert error.value.code == code
+
+
+@pytest.mark.parametrize(
+    "more", [{"image_url": {"url": "b.png"}}, {"ocr": ["LOST"]}, {"source": {"type": "base64", "data": "AA"}}]
+)
+def test_what_is_left_of_a_part_of_a_medium_is_refused(more: dict[str, Any]) -> None:
+    for part, columns in (({"image": "a.png"}, {}), ({}, {"images": ["a.png"]})):
+        if "image_url" not in more or part:
+            with pytest.raises(RowError) as error:
+                read(row([{"type": "image", **part, **more}], **columns))
+            assert error.value.code == "data.malformed_row"

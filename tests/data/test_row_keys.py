@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from halftune.config.sections.data import SourceSection
 from halftune.config.sections.method import RecordName
+from halftune.core.errors import DataError
 from halftune.data.encode.prompts import PromptTokenizer
 from halftune.data.encode.settings import Settings
 from halftune.data.encode.tokenize import Outcome, RowTokenizer
@@ -290,9 +292,14 @@ def test_a_message_that_says_two_things_or_hides_its_text_is_refused(message: Ro
         ("<think>\nT.\n</think>\n\nB.", "T.", ("<think>\nT.\n</think>\n\nB.", None)),
         ("T.</think>B.", "T.\n", ("T.</think>B.", None)),
         ("[THINK]T.[/THINK]B.", "T.", ("[THINK]T.[/THINK]B.", None)),
-        ("Write </think> last.", "T.", ("Write </think> last.", "T.")),
         ("B.", "T.", ("B.", "T.")),
         ("<think>\nU.\n</think>\n\nB.", "T.", None),
+        ("Write </think> last.", "T.", None),
+        ("U.</think>B.", "T.", None),
+        ("Sure. <think>U.</think>B.", "T.", None),
+        ("<think>U.", "T.", None),
+        ("<thinking>U.</thinking>B.", "T.", None),
+        ("<think>U.</think>B.", "", ("<think>U.</think>B.", None)),
     ],
 )
 def test_reasoning_in_the_text_and_beside_it_is_one_block(content: str, reasoning: str, expected: Any) -> None:
@@ -303,6 +310,124 @@ def test_reasoning_in_the_text_and_beside_it_is_one_block(content: str, reasonin
     else:
         made = load_format("messages").read(row).messages[1]
         assert (made["content"], made.get("reasoning_content")) == expected
+
+
+THINKING, TEXT = ({"type": kind, kind: kind} for kind in ("thinking", "text"))
+PART_OF_CALL = {"type": "tool_call", "tool_call": CALL}
+
+
+@pytest.mark.parametrize(
+    ("parts", "refused"),
+    [
+        ([THINKING, THINKING, TEXT, TEXT, PART_OF_CALL, PART_OF_CALL], False),
+        ([{"type": "text", "text": "\n"}, THINKING, TEXT, PART_OF_CALL, {"type": "text", "text": ""}], False),
+        ([TEXT, THINKING, TEXT], True),
+        ([PART_OF_CALL, TEXT], True),
+        ([THINKING, PART_OF_CALL, THINKING], True),
+    ],
+)
+def test_parts_in_an_order_that_templates_change_are_refused(parts: list[Row], refused: bool) -> None:
+    with pytest.raises(RowError) if refused else nullcontext():
+        load_format("messages").read(messages(answer(content=parts)))
+
+
+ROWS_AS_TEXT: list[tuple[str, Row]] = [
+    ("preference", {"prompt": [USER], "chosen": [answer()], "rejected": [answer(content="C.")]}),
+    ("preference", {"chosen": [USER, answer()], "rejected": [USER, answer(content="C.")]}),
+    ("prompt_completion", {"prompt": [USER], "completion": [answer()]}),
+    ("prompt_completion", {"prompt": "A?", "completion": [{"from": "gpt", "value": "B."}]}),
+    ("prompt", {"prompt": [USER, answer(), USER]}),
+    ("rated", {"label": True, "prompt": [USER], "completion": [answer()]}),
+]
+
+
+@pytest.mark.parametrize(("form", "row"), ROWS_AS_TEXT)
+def test_lists_of_messages_may_be_json_texts(form: str, row: Row) -> None:
+    texts = {name: json.dumps(value) if isinstance(value, list) else value for name, value in row.items()}
+    assert load_format(form).read(texts) == load_format(form).read(row)
+
+
+@pytest.mark.parametrize("text", ['[{"role": "user"}]', '[{"a": 1}]', "[]", "[1, 2]", '[{"role": "user", "content"'])
+def test_other_json_in_an_answer_stays_text(text: str) -> None:
+    made = load_format("prompt_completion").read({"prompt": "A?", "completion": text})
+    assert made.messages[1]["content"] == text
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "same"),
+    [
+        (
+            "messages",
+            messages(calling(), {"role": "tool", "content": {"é": [1]}}, answer()),
+            messages(calling(), {"role": "tool", "content": '{"é": [1]}'}, answer()),
+        ),
+        (
+            "messages",
+            messages(calling(), {"role": "ipython", "content": [{"y": 2}]}, answer()),
+            messages(calling(), {"role": "tool", "content": '[{"y": 2}]'}, answer()),
+        ),
+        (
+            "messages",
+            messages(calling(), {"role": "tool_response", "content": [{"type": "text", "text": "R."}]}, answer()),
+            messages(calling(), {"role": "tool", "content": "R."}, answer()),
+        ),
+        (
+            "messages",
+            messages(answer(tool_calls=[{"name": "f", "function": CALL}])),
+            messages(answer(tool_calls=[CALL])),
+        ),
+        ("messages", {**messages(answer()), "tools": [json.dumps(CALL)]}, {**messages(answer()), "tools": [CALL]}),
+        ("sharegpt", sharegpt("gpt", "B.", role=None, content=None), sharegpt("gpt", "B.")),
+        ("rated", {**RATED, "label": 1.0}, RATED),
+        ("rated", {**RATED, "label": "1"}, RATED),
+        ("rated", {**RATED, "label": "0"}, {**RATED, "label": 0.0}),
+        ("preference", {**PREFERENCE, "margin": "0.5"}, {**PREFERENCE, "margin": 0.5}),
+    ],
+)
+def test_another_spelling_of_a_row_is_the_same_row(form: str, row: Row, same: Row) -> None:
+    assert load_format(form).read(row) == load_format(form).read(same)
+
+
+@pytest.mark.parametrize(
+    ("form", "row"),
+    [
+        ("preference", {"chosen": [{"role": ["user"], "content": "A?"}], "rejected": [USER]}),
+        ("preference", {**PREFERENCE, "margin": "much"}),
+        ("rated", {**RATED, "label": "2"}),
+        ("rated", {**RATED, "label": 0.5}),
+        ("messages", messages(answer(tool_calls=[{"name": "g", "function": CALL}]))),
+        ("text", {"content": "A document."}),
+        ("prompt_completion", {"question": "A?", "completion": "B."}),
+    ],
+)
+def test_a_value_or_column_that_nothing_reads_is_refused(form: str, row: Row) -> None:
+    with pytest.raises(RowError):
+        load_format(form).read(row)
+
+
+def test_the_plural_of_a_key_with_a_list_is_noted() -> None:
+    (note,) = load_format("messages").read(messages(answer(tool_call_ids=["c1"]))).notes
+    assert note.endswith(": tool_call_ids")
+
+
+@pytest.mark.parametrize(
+    ("row", "code"),
+    [
+        ({"instruction": "A?", "output": "B.", "label": 0}, "data.rated_answers"),
+        ({"messages": [USER, answer()], "label": "0"}, "data.rated_answers"),
+        ({"instruction": "A?", "output": "B.", "label": 2}, None),
+    ],
+)
+def test_a_column_of_ratings_is_refused_where_they_are_not_read(row: Row, code: str | None) -> None:
+    with pytest.raises(DataError) if code else nullcontext() as error:
+        detect([row, {**row, "label": 1}], SourceSection(path="x"), "x")
+    assert code is None or error.value.code == code
+
+
+def test_the_context_of_an_alpaca_row_is_read() -> None:
+    row = {"instruction": "A?", "context": "C.", "output": "B.", "system": "S."}
+    reading = detect([row], SourceSection(path="x"), "x")
+    assert reading.columns == {"instruction": "instruction", "input": "context", "output": "output", "system": "system"}
 
 
 def turn(sender: str, value: Any, **keys: Any) -> Row:

@@ -138,7 +138,7 @@ def _folder(at: KeyPath, path: str) -> Iterator[Violation]:
         folders[:] = [name for name in folders if not is_hidden(name)]
         if any(_ending(name) in DATA_ENDINGS and not is_hidden(name) for name in names):
             return
-    remedy = f"known endings: {', '.join(DATA_ENDINGS)}"
+    remedy = f"known endings: {', '.join(DATA_ENDINGS)}; folders that are links are not entered: list their targets"
     yield Violation(at, f"no data files in folder {path}", remedy, code="data.no_data_files")
 
 

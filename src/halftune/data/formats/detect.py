@@ -14,7 +14,7 @@ from halftune.core.errors import DataError
 from halftune.core.table import did_you_mean
 from halftune.data.formats import FORMATS, load_format
 from halftune.data.formats.conversation import BadRow, Format
-from halftune.data.formats.fields import MEDIA_COLUMNS, is_missing
+from halftune.data.formats.fields import MEDIA_COLUMNS, is_missing, rating
 
 # Names of our columns in other data sets; the first match is suggested.
 SYNONYMS: dict[str, tuple[str, ...]] = {
@@ -81,8 +81,11 @@ def detect(
     candidates = _consuming(section, where, records)
     fit = _by_columns(candidates, section.columns, filled)
     may_guess = section.format == "auto" and not section.columns and "conversation" in records
-    if fit is None and may_guess and not _has_pairs(filled):
-        fit = _guess(rows, filled)
+    if may_guess and not _has_pairs(filled):
+        if fit is None:
+            fit = _guess(rows, filled)
+        elif fit[0] == "alpaca" and "input" not in fit[1] and (guessed := _guess(rows, filled)):
+            fit = "alpaca", {**fit[1], **guessed[1]}  # its context has another name
     if fit is None:
         raise _unknown(rows, filled, section, candidates, where)
     row_format, columns = load_format(fit[0]), fit[1]
@@ -213,11 +216,10 @@ def _check_rating(
     for name in RATINGS:
         if name not in found or name in columns.values():
             continue
-        values = [row.get(name) for row in rows]
-        flags = [value.lower() == "true" if value in ("true", "false", "True", "False") else value for value in values]
-        if False in [flag for flag in flags if isinstance(flag, bool)]:
-            what = f"boolean column {name}: rated answers require method: kto, bad answers would be trained too"
-            remedy = f"set method: kto, or keep only the rows with {name}: true"
+        flags = {rating(row[name]) for row in rows if not is_missing(row.get(name)) and row[name] != ""}
+        if False in flags and None not in flags:
+            what = f"column {name} rates answers: this requires method: kto, bad answers would be trained too"
+            remedy = f"set method: kto, or keep only the rows with {name}: true, or remove a column that rates nothing"
             raise DataError(what, where=where, remedy=remedy, code="data.rated_answers")
 
 
@@ -333,7 +335,7 @@ def bad_row(
     row = next(islice(rows, index, None))
     own = _format_of(row, section, method) if needed.isdisjoint(row) else ""
     other = next((at for at, one in enumerate(rows) if needed & one.keys()), None) if own else None
-    if own and other is not None:  # the later one differs from the rows before it
+    if own not in ("", reading.format.name) and other is not None:  # the later one differs from the rows before it
         formats = {index: own, other: reading.format.name}
         first, index = sorted(formats)
         what = f"format {formats[index]}, but {place(first)} has format {formats[first]}"

@@ -18,6 +18,7 @@ DEEPEST = 100  # levels of nesting; conversations have about ten
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 NOT_FINITE = "NaN or an infinity was read as a missing value"
 MEDIA_COLUMNS = ("images", "image", "audios", "audio", "videos", "video")
+_RATINGS = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}  # True is 1 and 1.0, too
 _MEDIA = frozenset(MEDIA_COLUMNS)
 
 
@@ -164,18 +165,18 @@ def text(row: Mapping[str, Any], column: str, where: str = "") -> str:
     raise RowError(f"{where}{column}: expected text, got {_kind(value)}")
 
 
-def answer(row: Mapping[str, Any], column: str) -> str:
-    """The answer column.
+def answer(row: Mapping[str, Any], column: str, name: str = "an answer") -> str:
+    """The column of the answer, or of what else ``name`` says.
 
     Raises:
         RowError: the row has no such column.
         RowDropped: it is empty.
     """
     if column not in row:
-        raise RowError(f"row without an answer: it has no column {column!r}")
+        raise RowError(f"row without {name}: it has no column {column!r}")
     value = text(row, column)
     if not value.strip():
-        raise RowDropped("the answer is empty")
+        raise RowDropped(f"the {name.split()[1]} is empty")
     return value
 
 
@@ -218,6 +219,12 @@ def flag(message: Mapping[str, Any], where: str) -> bool | None:
     return weight == 1
 
 
+def rating(value: Any) -> bool | None:
+    """What a label of true, false, 1 or 0 says, also as text; None for another value."""
+    value = value.strip().lower() if isinstance(value, str) else value
+    return _RATINGS.get(value) if isinstance(value, int | float | str) else None
+
+
 def tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """The ``tools`` column, a list of function schemas, optionally as a JSON string; None if there are none.
 
@@ -228,6 +235,8 @@ def tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     if value is None or (isinstance(value, str) and not value.strip()):
         return None
     parsed = parse_json(value, "tools")
+    if isinstance(parsed, list | tuple):
+        parsed = [parse_json(tool, "tools") for tool in parsed]
     if not isinstance(parsed, list) or not all(isinstance(tool, dict) for tool in parsed):
         raise RowError(f"tools: expected a list of function schemas, got {_kind(parsed)}")
     return [_tool(tool) for tool in parsed] or None

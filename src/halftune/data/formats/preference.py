@@ -44,13 +44,18 @@ def _read(row: Mapping[str, Any]) -> Preference:
 def _margin(value: Any) -> float:
     if value is None:
         return 0.0
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    try:
+        margin = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        margin = math.nan
+    if not math.isfinite(margin):
         raise RowError(f"margin: expected a number, got {value!r}")
-    return float(value)
+    return margin
 
 
 def _messages(value: Any, column: str, role: str = "assistant") -> list[Any]:
     """A list of messages; text becomes one message of ``role``."""
+    value = turns.listed(value, column)
     if value is None:
         raise RowError(f"row without an answer: {column} is missing")
     if isinstance(value, str):
@@ -65,7 +70,7 @@ def _messages(value: Any, column: str, role: str = "assistant") -> list[Any]:
 def _is_whole(messages: list[Any]) -> bool:
     first = messages[0] if messages else None
     name = (first.get("role") or first.get("from")) if isinstance(first, Mapping) else None
-    return name is not None and turns.ROLES.get(name) not in ("assistant", "function_call", None)
+    return isinstance(name, str) and turns.ROLES.get(name) not in ("assistant", "function_call", None)
 
 
 def _common(one: Conversation, other: Conversation) -> int:

@@ -14,7 +14,7 @@ _ANSWER = {"role": "assistant", "content": "-"}  # a conversation has one; it is
 def _read(row: Mapping[str, Any]) -> Prompt:
     if "prompt" not in row:
         raise RowError("row without a prompt: it has no column 'prompt'")
-    given = row["prompt"]
+    given = turns.listed(row["prompt"], "prompt")
     if not isinstance(given, list | tuple):
         text = fields.text(row, "prompt")
         if not text.strip():

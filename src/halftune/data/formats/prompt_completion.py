@@ -10,13 +10,11 @@ from halftune.data.formats.conversation import Conversation, Format, RowDropped
 
 
 def _read(row: Mapping[str, Any]) -> Conversation:
-    prompt, completion = row.get("prompt"), row.get("completion")
-    if isinstance(prompt, list | tuple) or isinstance(completion, list | tuple):
-        return _of_messages(row)
+    given = {name: turns.listed(row[name], name) for name in ("prompt", "completion") if name in row}
+    if any(isinstance(value, list | tuple) for value in given.values()):
+        return _of_messages({**row, **given})
     fields.refuse_media(row)
-    question, answer = fields.text(row, "prompt"), fields.answer(row, "completion")
-    if not question.strip():
-        raise RowDropped("the prompt is empty")
+    question, answer = fields.answer(row, "prompt", "a prompt"), fields.answer(row, "completion")
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     if system := fields.text(row, "system"):
         messages.insert(0, {"role": "system", "content": system})

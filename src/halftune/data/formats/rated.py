@@ -14,7 +14,6 @@ from halftune.data.formats import fields, load_format, turns
 from halftune.data.formats.conversation import Conversation, Format, Rated, RowDropped, RowError
 
 LABELS = ("label", "kto_tag")
-_FLAGS = {True: True, False: False, "true": True, "false": False}  # True and False are 1 and 0, too
 _FORMS = (  # formats and their columns, the answer's first
     ("prompt_completion", ("completion", "prompt")),
     ("alpaca", ("output", "instruction", "input", "history")),
@@ -38,10 +37,9 @@ def _good(row: Mapping[str, Any]) -> bool:
     label = next((row[name] for name in LABELS if row.get(name) is not None), None)
     if label is None:
         raise RowError("row without a rating: label is missing", "add a column label with true or false")
-    flag = label.strip().lower() if isinstance(label, str) else label
-    if not isinstance(flag, bool | int | str) or flag not in _FLAGS:
+    if (good := fields.rating(label)) is None:
         raise RowError(f"label: expected true or false, got {label!r}")
-    return _FLAGS[flag]
+    return good
 
 
 def _conversation(row: Mapping[str, Any]) -> Conversation:

@@ -28,7 +28,8 @@ def _call(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RowError(f"{where}: a tool call needs a name and arguments")
     if function is not value:
-        fields.refuse_unread(value, {"function", *_ABOUT}, f"{where}: tool call")
+        same = {"name"} if value.get("name") == function["name"] else set[str]()
+        fields.refuse_unread(value, {"function", *same, *_ABOUT}, f"{where}: tool call")
     fields.refuse_unread(function, {"name", "function", *ARGUMENTS, *_ABOUT}, f"{where}: tool call")
     found = {"name": function["name"], "arguments": _arguments(function, where)}
     given = next((text for key in ("id", "call_id") if (text := fields.text(value, key, f"{where}: "))), "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -29,6 +30,8 @@ ROLES = {
     "function_response": "tool",
     "function": "tool",
     "tool": "tool",
+    "ipython": "tool",
+    "tool_response": "tool",
 }
 MEDIA_PARTS = ("image", "image_url", "audio", "input_audio", "video", "video_url")
 PARTS = {
@@ -39,10 +42,14 @@ PARTS = {
 }  # types of content parts → keys of the message
 MARKS = ("train", "weight")
 _TRAINED_ELSEWHERE = {"loss", "loss_mask", "trainable"}  # other frameworks' names for train
+_ORDER = ("reasoning_content", "content", "tool_calls")  # of the parts of a message in all chat templates
 REASONING = ("reasoning_content", "reasoning", "thinking")
 CALLS = ("tool_calls", "function_call")  # the second is OpenAI's earlier name
 KNOWN = {*MARKS, *REASONING, *CALLS, "name", "tool_call_id"}
 _ABOUT_PARTS = {"type", "id", "index", "signature", "cache_control", "annotations", "citations"}  # no text of a part
+_PAIRS = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})  # keys by which a message is known
+_TEXT_KEYS = ("name", "tool_call_id")
+_TAG = re.compile(r"</?think(ing)?>|\[/?THINK\]")
 _THOUGHT = re.compile(r"\s*(<think>|\[THINK\])?(.*?)(?:</think>|\[/THINK\])", re.DOTALL)
 
 
@@ -94,6 +101,22 @@ def conversation(turns: Any, row: Mapping[str, Any], column: str, before: int = 
     return Conversation(messages, fields.tools(row), tuple(train), notes)
 
 
+def listed(value: Any, column: str) -> Any:
+    """The list of messages that a text holds as JSON; other values are returned unchanged.
+
+    Raises:
+        RowError: the JSON has messages, and a duplicate key or a value that JSON does not allow.
+    """
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        found, _ = fields.parse(value)
+    except fields.BadJson:
+        return value
+    known = [isinstance(one, Mapping) and any(one.keys() >= pair for pair in _PAIRS) for one in found]
+    return fields.parse_json(value, column) if known and all(known) else value
+
+
 def train_from(made: Conversation, first: int) -> Conversation:
     """A copy in which answers before message ``first`` are not trained, even if the row marks them."""
     wishes = enumerate(zip(made.messages, made.train, strict=True))
@@ -114,7 +137,8 @@ def _unknown_keys(turn: Mapping[str, Any], message: Mapping[str, Any], where: st
     texts = {key for key in unknown if isinstance(turn[key], str | list | tuple | Mapping)}
     for names, meant, cutoff in ((unknown, MARKS, 0.75), (texts, known, 0.85)):
         for key in sorted(names):
-            if close := get_close_matches(key.lower(), meant, n=1, cutoff=cutoff):
+            close = get_close_matches(key.lower(), meant, n=1, cutoff=cutoff)
+            if close and (close[0] not in _TEXT_KEYS or isinstance(turn[key], str)):
                 raise RowError(f"{where}: unknown key {key!r}", f"did you mean {close[0]}?")
     if texts and _keys(turn)[1] not in turn and not any(map(message.get, ("content", "tool_calls"))):
         raise RowError(f"{where}: unknown key {min(texts)!r}", f"did you mean {_keys(turn)[1]}?")
@@ -139,7 +163,7 @@ def _plain(turn: Any) -> dict[str, Any] | None:
 def _message(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
     role, content = _role(turn, where), turn.get(_keys(turn)[1])
     called = role == "function_call"
-    found = {"content": "", "tool_calls": calls(content, where)} if called else _content(content, where)
+    found = {"content": "", "tool_calls": calls(content, where)} if called else _content(content, where, role)
     given = [("tool_calls", calls(turn[key], where)) for key in CALLS if not fields.is_empty(turn.get(key))]
     given += [("reasoning_content", _reasoning(turn[key], f"{where}: {key}")) for key in REASONING if key in turn]
     for key, value in given:
@@ -150,7 +174,7 @@ def _message(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise RowError(f"{where}: {key} in a {role} message", "move it to an assistant message")
     if "reasoning_content" in found and _stands_in(found["content"], found["reasoning_content"], where):
         del found["reasoning_content"]
-    texts = {key: fields.text(turn, key, f"{where}: ") for key in ("name", "tool_call_id")}
+    texts = {key: fields.text(turn, key, f"{where}: ") for key in _TEXT_KEYS}
     return _with_role(turn[_keys(turn)[0]], found | {key: text for key, text in texts.items() if text})
 
 
@@ -168,13 +192,13 @@ def _stands_in(content: str, reasoning: str, where: str) -> bool:
     """Whether a text begins with this reasoning as a block of its own.
 
     Raises:
-        RowError: it begins with a block of other reasoning.
+        RowError: it has a tag of other reasoning.
     """
     block = _THOUGHT.match(content)
     if block and block[2].strip() == reasoning.strip():
         return True
-    if block and block[1]:
-        raise RowError(f"{where}: {block[1]} in the content, and other reasoning beside it", "keep one of them")
+    if reasoning.strip() and (tag := _TAG.search(content)):
+        raise RowError(f"{where}: {tag[0]} in the content, and other reasoning beside it", "keep one of them")
     return False
 
 
@@ -187,7 +211,8 @@ def _with_role(given: str, message: dict[str, Any]) -> dict[str, Any]:
 
 def _keys(turn: Mapping[str, Any]) -> tuple[str, str]:
     """The keys of role and content: OpenAI's or sharegpt's."""
-    return ("role", "content") if "role" in turn else ("from", "value")
+    is_sharegpt = turn.get("role") is None and turn.get("from") is not None
+    return ("from", "value") if is_sharegpt else ("role", "content")
 
 
 def _role(turn: Mapping[str, Any], where: str) -> str:
@@ -200,18 +225,36 @@ def _role(turn: Mapping[str, Any], where: str) -> str:
     return role
 
 
-def _content(value: Any, where: str) -> dict[str, Any]:
-    """Message keys from a content: a string, null, or a list of parts ``{"type": …, "text" or "value": …}``."""
+def _content(value: Any, where: str, role: str) -> dict[str, Any]:
+    """Message keys from a content: a string, null, or a list of parts ``{"type": …, "text" or "value": …}``.
+
+    The result of a tool may be another object or list, which becomes JSON.
+    """
     if value is None or isinstance(value, str):
         return {"content": value or ""}
+    if role == "tool" and not _are_parts(value):
+        return {"content": json.dumps(value, ensure_ascii=False)}
     if not isinstance(value, list | tuple):
         raise RowError(f"{where}: content: expected text or a list of parts")
     found: dict[str, Any] = {"content": ""}
     for part in value:
         kind, inner = _part(part, where)
         key, inner = PARTS[kind], calls(inner, where) if kind == "tool_call" else inner
+        later = [name for name in _ORDER[_ORDER.index(key) + 1 :] if str(found.get(name, "")).strip()]
+        if later and str(inner).strip():
+            what = f"{where}: a part of type {kind!r} after {later[0]}; chat templates write it before"
+            raise RowError(what, "split the message: reasoning, text and tool calls, in this order, in each one")
         found[key] = found[key] + inner if key in found else inner
     return found
+
+
+def _are_parts(value: Any) -> bool:
+    """Whether a value is a list of content parts: texts, or objects with a known type or a text."""
+    if not isinstance(value, list | tuple):
+        return False
+    objects = [one for one in value if not isinstance(one, str)]
+    kinds = [one.get("type", "text" if "text" in one else "") if isinstance(one, Mapping) else "" for one in objects]
+    return all(kind in (*PARTS, *MEDIA_PARTS) for kind in kinds)
 
 
 def _part(part: Any, where: str) -> tuple[str, Any]:

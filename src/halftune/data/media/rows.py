@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from halftune.config.facts.media import DATA_KEYS
-from halftune.data.formats import fields
+from halftune.data.formats import fields, turns
 from halftune.data.formats.conversation import Conversation, Preference, Prompt, Rated, Record, RowDropped, RowError
 from halftune.data.formats.detect import Reading
 from halftune.data.templates.control_tokens import MEDIA, texts_of
@@ -27,10 +27,12 @@ _PARTS = {
 }  # fmt: skip
 _VALUES = ("image", "image_url", "video", "video_url", "audio", "audio_url", "path", "url", "bytes", "base64")
 _ABOUT = ("type", "id", "detail", "format", "mime_type", "media_type", "name", "filename")  # no text of training
+_LISTS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")  # columns of messages
 _FREE = ("tools", "system")  # texts of a row that hold no media
-# While a format reads a row: a character of MEDIA, the number of a part's value or nothing for a marker, and an end.
+# While a format reads a row: a character of MEDIA, its number and an end. The number is that of a part's value, or "#"
+# and the index in the column; a marker has none.
 _END = "\U000fe00f"
-_PLACE = re.compile(f"([{''.join(MEDIA)}])([0-9]*){_END}")
+_PLACE = re.compile(f"([{''.join(MEDIA)}])(#?[0-9]*){_END}")
 _RESERVED = re.compile(f"[{''.join(MEDIA)}{_END}]")
 
 Found = list[tuple[str, Any]]
@@ -64,6 +66,7 @@ def _record(reading: Reading, row: Mapping[str, Any], kinds: tuple[str, ...]) ->
     texts = {name: value for name, value in row.items() if name not in _COLUMNS}
     for name, value in texts.items():
         if name not in _FREE:
+            value = turns.listed(value, name) if name in _LISTS else value
             texts[name] = _without_media(value, found, kinds)
         elif isinstance(value, str):
             texts[name] = _without_markers(value, ())
@@ -114,8 +117,7 @@ def _with_media(
             raise _misplaced()
     messages = [{**one, "content": _PLACE.sub(r"\1", one["content"])} for one in made.messages]
     places = [match.groups() for one in made.messages for match in _PLACE.finditer(one["content"])]
-    media = [found[int(number)] if number else (MEDIA[character], None) for character, number in places]
-    return replace(made, messages=messages, media=tuple(_matched(media, given)))
+    return replace(made, messages=messages, media=tuple(_matched(places, found, given)))
 
 
 def _misplaced() -> RowError:
@@ -152,11 +154,11 @@ def _without_media(value: Any, found: Found, kinds: tuple[str, ...]) -> Any:
     if not isinstance(value, Mapping):
         return value
     part = value.get("type")
-    if part in _PARTS:
-        medium = _medium(value, str(part), kinds)
+    if isinstance(part, str) and part in _PARTS:
+        medium = _medium(value, part, kinds)
         if medium[1] is not None and medium not in found:
             found.append(medium)
-        number = "" if medium[1] is None else found.index(medium)
+        number = _index(value) if medium[1] is None else found.index(medium)
         return {"type": "text", "text": f"{CHARACTERS[medium[0]]}{number}{_END}"}
     return {name: _without_media(item, found, kinds) for name, item in value.items()}
 
@@ -167,11 +169,21 @@ def _medium(value: Mapping[str, Any], part: str, kinds: tuple[str, ...]) -> tupl
     if kind not in kinds:
         raise _unsupported(f"{part} parts", kinds)
     name = next((name for name in (part, *_VALUES) if value.get(name) is not None), None)
-    texts = {key: text for key, text in value.items() if isinstance(text, str)}
+    texts = {key: text for key, text in value.items() if isinstance(text, str | list | tuple | Mapping)}
     fields.refuse_unread(texts, {str(name), *_ABOUT}, f"part of type {part}")
     if name == "base64":
         return kind, {name: value[name]}  # a text alone is a path
     return kind, None if name is None else value[name]
+
+
+def _index(value: Mapping[str, Any]) -> str:
+    """The number of a part without a value: "#" and its index in the column, or "" as a marker has."""
+    index = value.get("index")
+    if fields.is_missing(index):
+        return ""
+    if not isinstance(index, int) or index < 0:
+        raise RowError(f"index of a part: expected an integer ≥ 0, got {index!r}")
+    return f"#{index:d}"
 
 
 def _without_markers(text: str, kinds: tuple[str, ...]) -> str:
@@ -182,17 +194,29 @@ def _without_markers(text: str, kinds: tuple[str, ...]) -> str:
     return text
 
 
-def _matched(found: Found, given: Mapping[str, Sequence[Any]]) -> Found:
-    """Values of parts, and for markers, which have none, the next of the column.
+def _matched(places: Sequence[tuple[str, str]], found: Found, given: Mapping[str, Sequence[Any]]) -> Found:
+    """Values of parts; of the column, those with the index of a part, or for markers the next one.
 
     Raises:
-        RowError: not as many of them as markers.
+        RowError: not as many of them as markers, or indexes that are not those of the column.
     """
     for kind, values in given.items():
-        markers = sum(value is None for holds, value in found if holds == kind)
-        if markers != len(values):
+        numbers = [number for character, number in places if MEDIA[character] == kind]
+        markers, indexes = numbers.count(""), {int(number[1:]) for number in numbers if number.startswith("#")}
+        if indexes and (markers or indexes != {*range(len(values))}):
+            what = (
+                f"{kind} parts with index {sorted(indexes)} and {markers} markers for {len(values)} files in the column"
+            )
+            raise RowError(what, "refer to each file by its index, from 0", "data.image_count")
+        if not indexes and markers != len(values):
             what = f"{markers} markers (<{kind}>, or parts without a value) for {len(values)} files in the column"
             remedy = f"give one file for each <{kind}>; a text cannot contain <{kind}>"
             raise RowError(what, remedy, "data.image_count")
     waiting = {kind: iter(values) for kind, values in given.items()}
-    return [(kind, next(waiting[kind]) if value is None else value) for kind, value in found]
+
+    def medium(kind: str, number: str) -> tuple[str, Any]:
+        if number.startswith("#"):
+            return kind, given[kind][int(number[1:])]
+        return found[int(number)] if number else (kind, next(waiting[kind]))
+
+    return [medium(MEDIA[character], number) for character, number in places]

@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, compress, islice
+from mimetypes import guess_type
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from halftune.data.readers.rows import FileRows, reading
 BUILTIN = "builtin:"
 # Usual names of splits that must not be trained on.
 HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
+_MEDIA = ("image", "audio", "video")
 SAVED_BESIDE = {"dataset_info.json", "dataset_dict.json", "state.json"}  # metadata of datasets' ``save_to_disk``
 TEXTS = (".md", ".rst", ".py", ".txt")  # may lie beside data
 MOST = 20_000  # largest number of files and folders in a source folder
@@ -66,9 +68,11 @@ class Rows:
         return self.parts[part_index].notes.get(index - self.starts[part_index], "")
 
     def place(self, index: int) -> str:
-        """A row's place in reports: ``17``, or ``b.jsonl:17`` in a folder."""
+        """A row's place in reports: ``17``, or ``a/b.jsonl:17`` in a folder."""
         part, number = self.origin(index)
-        return str(number) if len(self.parts) == 1 else f"{self.parts[part].path.name}:{number}"
+        if len(self.parts) == 1:
+            return str(number)
+        return f"{self.parts[part].path.relative_to(self.name).as_posix()}:{number}"
 
     def where(self, index: int) -> str:
         """A row's place in errors: ``data.jsonl line 17``."""
@@ -209,7 +213,7 @@ def _folder(folder: Path) -> list[Path]:
     kinds = {ending(path) for path in files}
     kind = next((kind for kind in READERS if kind in kinds), None)
     if kind is None:
-        remedy = f"known extensions: {', '.join(READERS)}"
+        remedy = f"known extensions: {', '.join(READERS)}; folders that are links are not entered: list their targets"
         raise DataError("contains no data files", where=str(folder), remedy=remedy, code="data.no_data_files")
     others = kinds & READERS.keys() - {kind, *TEXTS}
     if others and kind not in TEXTS:
@@ -238,14 +242,23 @@ def _entries(folder: Path) -> Iterator[Path]:
 
 
 def skipped_of(name: str) -> list[str]:
-    """Files that can hold data and hidden folders in the folder of a source that ``files_of`` leaves out."""
+    """What ``files_of`` leaves out of the folder of a source: files except media and hidden ones, and some folders.
+
+    Folders that are hidden or linked are not entered.
+    """
     folder = Path(name)
     if name.startswith(BUILTIN) or not folder.is_dir():
         return []
     taken = {*files_of(folder)}
-    others = (path for path in _entries(folder) if path not in taken)
-    found = (path for path in others if (is_hidden(path.name) if path.is_dir() else ending(path) in READERS))
+    found = (path for path in _entries(folder) if path not in taken and _is_skipped(path))
     return sorted(path.relative_to(folder).as_posix() for path in found)
+
+
+def _is_skipped(path: Path) -> bool:
+    if path.is_dir():
+        return is_hidden(path.name) or path.is_symlink()
+    kind = (guess_type(path.name)[0] or "").split("/")[0]
+    return ending(path) in READERS or not (is_hidden(path.name) or kind in _MEDIA)
 
 
 def _regular(found: list[Path]) -> list[Path]:

@@ -21,6 +21,7 @@ NO_END = "the chat template adds no end-of-turn token after answers: the model d
 VAGUE = "the chat template does not show where an answer begins: it is not trained"
 # a name in double braces that stands by itself, as in no code and no formula
 _PLACEHOLDER = re.compile(r"(?<![\w{}^\\$])\{\{ ?[^\W\d][\w -]+\}\}(?![{}^])")
+_TAG = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")  # templates rewrite a text at such tags
 _RATIO, _SMALL = 100, 1 << 20  # largest ratio of a rendering's length to its texts'; length that is always accepted
 
 
@@ -216,7 +217,7 @@ def _left_out(content: str, written: str) -> bool:
     """Whether a text was omitted; checks three of its words, since a template may trim or rewrite it."""
     if content in written:
         return False
-    words = content.split()
+    words = _TAG.sub(" ", content).split()
     return bool(words) and not any(word in written for word in (words[0], words[-1], max(words, key=len)))
 
 
