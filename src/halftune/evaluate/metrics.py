@@ -103,18 +103,6 @@ def _mean(of: Callable[[str, str], float]) -> Callable[[Sequence[str], Sequence[
     return lambda answers, references: np.array([(of(*pair), 1.0) for pair in zip(answers, references, strict=True)])
 
 
-def _exact() -> AnswerMetric:
-    return AnswerMetric(Metric("exact", "exact match", _ratio), _mean(exact))
-
-
-def _squad() -> AnswerMetric:
-    return AnswerMetric(Metric("squad", "SQuAD exact match", _ratio), _mean(squad))
-
-
-def _f1() -> AnswerMetric:
-    return AnswerMetric(Metric("f1", "F1 of words", _ratio), _mean(f1))
-
-
 def _rouge() -> AnswerMetric:
     """ROUGE-L (Lin 2004): F-measure of the longest common subsequence, mean over rows, by ``rouge-score``."""
     scorer = need("rouge_score.rouge_scorer", why="--metrics rouge", distribution="rouge-score").RougeScorer(["rougeL"])
@@ -140,9 +128,9 @@ def _chrf() -> AnswerMetric:
 
 
 ANSWER_METRICS: dict[str, Callable[[], AnswerMetric]] = {
-    "exact": _exact,
-    "squad": _squad,
-    "f1": _f1,
+    "exact": lambda: AnswerMetric(Metric("exact", "exact match", _ratio), _mean(exact)),
+    "squad": lambda: AnswerMetric(Metric("squad", "SQuAD exact match", _ratio), _mean(squad)),
+    "f1": lambda: AnswerMetric(Metric("f1", "F1 of words", _ratio), _mean(f1)),
     "rouge": _rouge,
     "chrf": _chrf,
 }

@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from halftune.config.sections.training import GenerationSection
 from halftune.core.errors import HalftuneError, ModelError
 from halftune.infer.session import ChatSession
+from halftune.model.generate import read_content
 
 Request = dict[str, Any]
 
@@ -103,24 +104,7 @@ def _messages(request: Request, session: ChatSession) -> list[dict[str, Any]]:
     )
     if not messages or not right:
         raise _invalid("the request has no valid messages")
-    return [{**one, "content": _content(one["content"], session)} for one in messages]
-
-
-def _content(content: str | list[Any], session: ChatSession) -> str | list[dict[str, Any]]:
-    return content if isinstance(content, str) else [_part(one, session) for one in content]
-
-
-def _part(part: Any, session: ChatSession) -> dict[str, Any]:
-    match part:
-        case {"type": "text", "text": str(text)}:
-            return {"type": "text", "text": text}
-        case {"type": "image_url", "image_url": {"url": str(url)}} if url.startswith("data:"):
-            return {"type": "image", "ref": session.media(url)}
-        case {"type": "video_url", "video_url": {"url": str(url)}} if url.startswith("data:"):
-            return {"type": "video", "ref": session.media(url, kind="video")}
-        case {"type": "input_audio", "input_audio": {"data": str(data)}}:
-            return {"type": "audio", "ref": session.media(f"data:;base64,{data}", kind="audio")}
-    raise _invalid("a part of a message is neither a text, nor an image or video as a data URL, nor input_audio")
+    return [{**one, "content": read_content(one["content"], session.media)} for one in messages]
 
 
 def _invalid(what: str) -> ModelError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
+from functools import partial
 
 from halftune.core.errors import HalftuneError
 from halftune.core.log import held_back
@@ -32,9 +33,7 @@ class Repl:
         self._commands: dict[str, Callable[[str], None]] = {
             "adapter": self._adapter,
             "compare": self._compare,
-            "image": self._image,
-            "video": self._video,
-            "audio": self._audio,
+            **{kind: partial(self._attach, kind) for kind in ("image", "video", "audio")},
             "system": self._system,
             "reset": self._reset,
             "help": lambda _: print(HELP),
@@ -117,26 +116,14 @@ class Repl:
         self.session.tuned = argument == "on"
         print("using the trained model" if self.session.tuned else "using the base model")
 
-    def _image(self, argument: str) -> None:
+    def _attach(self, kind: str, argument: str) -> None:
         if not argument:
-            print("use /image PATH")
+            print(f"use /{kind} PATH")
             return
-        image = self.session.attach(_unquoted(argument))
-        print(f"attached: {image.width} × {image.height} pixels")
-
-    def _video(self, argument: str) -> None:
-        if not argument:
-            print("use /video PATH")
-            return
-        video = self.session.attach(_unquoted(argument), "video")
-        print(f"attached: {video.width} × {video.height} pixels, {video.seconds:.1f} s")
-
-    def _audio(self, argument: str) -> None:
-        if not argument:
-            print("use /audio PATH")
-            return
-        sound = self.session.attach(_unquoted(argument), "audio")
-        print(f"attached: {sound.seconds:.1f} s")
+        medium = self.session.attach(_unquoted(argument), kind)
+        pixels, seconds = f"{medium.width} × {medium.height} pixels", f"{medium.seconds:.1f} s"
+        shown = {"image": pixels, "video": f"{pixels}, {seconds}", "audio": seconds}
+        print(f"attached: {shown[kind]}")
 
     def _system(self, argument: str) -> None:
         self.session.system = argument

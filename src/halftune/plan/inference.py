@@ -43,20 +43,12 @@ def resolve_inference(
     if packed and config.data.packing.enabled:
         packing = config.data.packing.model_copy(update={"enabled": "auto"})
         asked = asked.model_copy(update={"data": config.data.model_copy(update={"packing": packing})})
-    plan = decide(constrained(Request(asked, facts)), hardware)
-    precision = frozen_precision(plan.precision, adapter)
+    plan = _frozen(decide(constrained(Request(asked, facts)), hardware), facts, adapter)
+    if packed:
+        return plan
+    apart = replace(plan.attention, varlen=Choice("none", "rows are not packed"))
     off = Choice(False, NOTHING_TRAINED)
-    if not packed:
-        apart = replace(plan.attention, varlen=Choice("none", "rows are not packed"))
-        plan = replace(plan, attention=apart, batch=replace(plan.batch, packing=off, grouped=off))
-    return replace(
-        plan,
-        precision=precision,
-        batch=replace(plan.batch, gradient_checkpointing=off, fused_layers=off),
-        memory=_memory(plan, facts, BYTES[precision.storage.value]),
-        num_trainable=Choice(0, NOTHING_TRAINED),
-        warnings=precision.warnings,
-    )
+    return replace(plan, attention=apart, batch=replace(plan.batch, packing=off, grouped=off))
 
 
 def resolve_teacher(config: RunConfig, hardware: Hardware, facts: ModelFacts | None) -> Plan:
@@ -75,7 +67,12 @@ def resolve_teacher(config: RunConfig, hardware: Hardware, facts: ModelFacts | N
     assert facts is not None
     asked = _without_training(config.model_copy(update={"model": teacher, "method": SftMethod()}))
     plan = decide(constrained(Request(asked.model_copy(update={"data": config.data}), facts)), hardware)
-    precision = frozen_precision(plan.precision, None)
+    return _frozen(plan, facts, None)
+
+
+def _frozen(plan: Plan, facts: ModelFacts, adapter: Format | None) -> Plan:
+    """The plan without what only training needs."""
+    precision = frozen_precision(plan.precision, adapter)
     off = Choice(False, NOTHING_TRAINED)
     return replace(
         plan,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from halftune.core.errors import HalftuneError
-from halftune.model.generate import conversation_inputs
+from halftune.model.generate import conversation_inputs, read_content
 from halftune.serve.engine import Engine, Served
 from halftune.serve.requests import ApiError, ChatRequest, CompletionRequest, read_messages
 from halftune.serve.sampling import End, Job, Token
@@ -74,7 +74,7 @@ def prompt_of(engine: Engine, served: Served, request: ChatRequest | CompletionR
 def _conversation(engine: Engine, served: Served, request: ChatRequest) -> Inputs:
     developer = "developer" if "developer" in str(served.tokenizer.chat_template) else "system"
     read = read_messages(request.messages, developer=developer)
-    messages = [{**one, "content": _content(engine, one["content"])} for one in read]
+    messages = [{**one, "content": read_content(one["content"], engine.media)} for one in read]
     variables: dict[str, Any] = {
         **served.run.loaded.run.model.chat_template_kwargs,
         **(request.chat_template_kwargs or {}),
@@ -84,24 +84,6 @@ def _conversation(engine: Engine, served: Served, request: ChatRequest) -> Input
     causal = engine.shared.causal
     prompt_1T, inputs = conversation_inputs(causal, served.tokenizer, messages, variables, engine.images, causal.device)
     return prompt_1T[0].tolist(), inputs
-
-
-def _content(engine: Engine, content: str | list[Any]) -> str | list[dict[str, Any]]:
-    return content if isinstance(content, str) else [_part(engine, one) for one in content]
-
-
-def _part(engine: Engine, part: Any) -> dict[str, Any]:
-    match part:
-        case {"type": "text", "text": str(text)}:
-            return {"type": "text", "text": text}
-        case {"type": "image_url", "image_url": {"url": str(url)}} if url.startswith("data:"):
-            return {"type": "image", "ref": engine.media(url)}
-        case {"type": "video_url", "video_url": {"url": str(url)}} if url.startswith("data:"):
-            return {"type": "video", "ref": engine.media(url, kind="video")}
-        case {"type": "input_audio", "input_audio": {"data": str(data)}}:
-            return {"type": "audio", "ref": engine.media(f"data:;base64,{data}", kind="audio")}
-    what = "a part of a message is neither a text, nor an image or video as a data URL, nor input_audio"
-    raise ApiError(400, what, "infer.bad_request", "messages")
 
 
 def room_for(engine: Engine, served: Served, request: ChatRequest | CompletionRequest, length: int) -> int:

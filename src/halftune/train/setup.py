@@ -299,31 +299,6 @@ def feed_of(
         ConfigError: there are none.
         DataError: an image is damaged, or changed since it was tokenised.
     """
-    feed = make_feed(config, plan, accelerator, data, model, tokenizer)
-    if feed.images is not None and plan.distribution.value == "fsdp2":
-        from halftune.train.batches.absent_media import call_all_towers  # few runs have images
-
-        call_all_towers(model, feed.images, tokenizer, data, accelerator.device)
-    if feed.images is None or plan.features is None or not plan.features.value:
-        return feed
-    from halftune.train.batches.features import with_features  # few runs have images
-
-    return with_features(feed, model, plan, data, accelerator)
-
-
-def make_feed(
-    config: RunConfig,
-    plan: Plan,
-    accelerator: Accelerator,
-    data: PreparedData,
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-) -> Feed:
-    """The batches of this process.
-
-    Raises:
-        ConfigError: there are none.
-    """
     device = accelerator.device if accelerator.device.type == "cuda" else None
     rank, processes = accelerator.process_index, accelerator.num_processes
     method = make_method(config.method)
@@ -337,7 +312,15 @@ def make_feed(
         feed = StreamFeed(*given, stream=data.stream, check=check)
     if feed.total_steps() == 0 or feed.steps_in(0) == 0:
         raise ConfigError("there is nothing to train on", remedy="look at `halftune data`", code="data.nothing_left")
-    return feed
+    if feed.images is not None and plan.distribution.value == "fsdp2":
+        from halftune.train.batches.absent_media import call_all_towers  # few runs have images
+
+        call_all_towers(model, feed.images, tokenizer, data, accelerator.device)
+    if feed.images is None or plan.features is None or not plan.features.value:
+        return feed
+    from halftune.train.batches.features import with_features  # few runs have images
+
+    return with_features(feed, model, plan, data, accelerator)
 
 
 def evidence(config: RunConfig, plan: Plan, resume_from: Path | None) -> Evidence:

@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -268,17 +269,14 @@ def _helper(request: str) -> str:
         OSError: it cannot be started.
     """
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen([sys.executable, "-m", BUILDER], env=environment, text=True, **pipes) as process:
-        try:
-            try:
-                said, errors = process.communicate(request, timeout=min(_NOTICE, TIME_LIMIT))
-            except subprocess.TimeoutExpired:
-                log.info("still building the architecture from config.json, for at most %.0f s", TIME_LIMIT)
-                said, errors = process.communicate(timeout=max(TIME_LIMIT - _NOTICE, 0))
-        except BaseException:
-            process.kill()
-            raise
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, BUILDER, said, errors)
-    return said
+    what = "still building the architecture from config.json, for at most %.0f s"
+    notice = threading.Timer(_NOTICE, log.info, (what, TIME_LIMIT))
+    notice.start()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", BUILDER],
+            input=request, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT, check=True,
+        )  # fmt: skip
+    finally:
+        notice.cancel()
+    return done.stdout

@@ -34,7 +34,9 @@ def names(folder: Path, family: Family, config: PretrainedConfig) -> dict[str, s
     return found
 
 
-def to_gguf(name: str, tensor: torch.Tensor, family: Family, config: PretrainedConfig) -> torch.Tensor:
+def to_gguf(
+    name: str, tensor: torch.Tensor, family: Family, config: PretrainedConfig, *, undo: bool = False
+) -> torch.Tensor:
     """Return a tensor as llama.cpp lays it out.
 
     Args:
@@ -42,22 +44,14 @@ def to_gguf(name: str, tensor: torch.Tensor, family: Family, config: PretrainedC
         tensor: in fp32.
         family: of the model.
         config: of the model.
+        undo: return a tensor of llama.cpp as the folder has it.
     """
     if family.plus_one and name.endswith("norm.weight"):
-        return tensor + 1
+        return tensor - 1 if undo else tensor + 1
     if heads := _permuted_heads(name, family, config):
         half = tensor.shape[0] // heads // 2
-        return tensor.reshape(heads, 2, half, -1).transpose(1, 2).reshape(tensor.shape)
-    return tensor
-
-
-def from_gguf(name: str, tensor: torch.Tensor, family: Family, config: PretrainedConfig) -> torch.Tensor:
-    """Undo :func:`to_gguf`."""
-    if family.plus_one and name.endswith("norm.weight"):
-        return tensor - 1
-    if heads := _permuted_heads(name, family, config):
-        half = tensor.shape[0] // heads // 2
-        return tensor.reshape(heads, half, 2, -1).transpose(1, 2).reshape(tensor.shape)
+        sizes = (half, 2) if undo else (2, half)
+        return tensor.reshape(heads, *sizes, -1).transpose(1, 2).reshape(tensor.shape)
     return tensor
 
 

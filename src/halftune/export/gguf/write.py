@@ -16,7 +16,7 @@ from halftune.config.sections.model import TokensSection
 from halftune.core.errors import ModelError
 from halftune.core.processes import heartbeat
 from halftune.export.gguf.family import Family, family_of, metadata, rope_factors
-from halftune.export.gguf.tensors import all_tensors, from_gguf, names, type_of
+from halftune.export.gguf.tensors import all_tensors, names, to_gguf, type_of
 from halftune.export.gguf.unsupported import unsupported
 from halftune.export.gguf.vocabulary import Vocabulary, read_vocabulary, stops_of
 from halftune.model.load.towers import as_stored
@@ -187,7 +187,7 @@ def compare(source: Source, path: Path, kind: str) -> tuple[int, float]:
         one = packed[mapped[name]]
         read = torch.from_numpy(gguf.quants.dequantize(one.data, one.tensor_type).reshape(tensor.shape).copy())
         wanted, error = tensor.float(), 0.0
-        found = from_gguf(name, read, source.family, source.config)
+        found = to_gguf(name, read, source.family, source.config, undo=True)
         if wanted.any():
             error = float((found - wanted).norm() / wanted.norm())
         bound = _rounding(wanted, one.tensor_type, shifted=source.family.plus_one and name.endswith("norm.weight"))

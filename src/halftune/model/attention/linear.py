@@ -62,22 +62,11 @@ def _chunked(operator: Function) -> Function:
         value: torch.Tensor,
         g: torch.Tensor,
         beta: torch.Tensor,
-        initial_state: torch.Tensor | None = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return operator(
-            query,
-            key,
-            value,
-            g,
-            beta,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            **boundaries(kwargs),
-        )
+        options = ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
+        given = {name: kwargs[name] for name in options if name in kwargs}
+        return operator(query, key, value, g, beta, **given, **boundaries(kwargs))
 
     return chunked
 

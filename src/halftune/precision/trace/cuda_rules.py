@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -65,7 +66,8 @@ def cuda_autocast_rules(device: Literal["cpu", "cuda"] = "cpu") -> Iterator[None
     library = torch.library.Library("aten", "IMPL", key.name)
     listed = {*LOWER, *FP32, *FP32_RESULT, *FP32_NORMS, *PROMOTE, *BANNED}
     try:
-        for names, make in ((LOWER, _lower), (FP32, _fp32), (FP32_RESULT, _fp32_result), (PROMOTE, _promote)):
+        casts = ((names, partial(_cast_by, dtype_of)) for names, dtype_of in _CASTS)
+        for names, make in ((FP32_RESULT, _fp32_result), *casts):
             for name in names:
                 operator = _operator(name)
                 _register(library, operator, make(operator, device))
@@ -105,26 +107,31 @@ def _eligible(value: Any, device: str) -> bool:
     return is_tensor and value.is_floating_point() and value.dtype is not torch.float64 and value.device.type == device
 
 
-def _cast(values: Any, dtype: torch.dtype, device: str) -> Any:
-    return pytree.tree_map(lambda value: value.to(dtype) if _eligible(value, device) else value, values)
+def _cast_by(dtype_of: Callable[[Any, str], torch.dtype], operator: Any, device: str) -> Callable[..., Any]:
+    """The operator with its operands cast to the dtype that they and the device ask for."""
 
-
-def _lower(operator: Any, device: str) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with _without_autocast(device):
-            args, kwargs = _cast((args, kwargs), torch.get_autocast_dtype(device), device)
+            dtype = dtype_of((args, kwargs), device)
+            cast = lambda value: value.to(dtype) if _eligible(value, device) else value  # noqa: E731
+            args, kwargs = pytree.tree_map(cast, (args, kwargs))
             return operator(*args, **kwargs)
 
     return kernel
 
 
-def _fp32(operator: Any, device: str) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _without_autocast(device):
-            args, kwargs = _cast((args, kwargs), torch.float32, device)
-            return operator(*args, **kwargs)
+def _lower(_values: Any, device: str) -> torch.dtype:
+    return torch.get_autocast_dtype(device)
 
-    return kernel
+
+def _fp32(_values: Any, _device: str) -> torch.dtype:
+    return torch.float32
+
+
+def _promote(values: Any, device: str) -> torch.dtype:
+    operands = [leaf for leaf in pytree.tree_leaves(values) if _eligible(leaf, device)]
+    wide = any(operand.dtype is torch.float32 for operand in operands)
+    return torch.float32 if wide else torch.get_autocast_dtype(device)
 
 
 def _fp32_result(operator: Any, device: str) -> Callable[..., Any]:
@@ -140,15 +147,7 @@ def _fp32_result(operator: Any, device: str) -> Callable[..., Any]:
     return kernel
 
 
-def _promote(operator: Any, device: str) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _without_autocast(device):
-            operands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _eligible(leaf, device)]
-            wide = any(operand.dtype is torch.float32 for operand in operands)
-            args, kwargs = _cast((args, kwargs), torch.float32 if wide else torch.get_autocast_dtype(device), device)
-            return operator(*args, **kwargs)
-
-    return kernel
+_CASTS = ((LOWER, _lower), (FP32, _fp32), (PROMOTE, _promote))
 
 
 def _norm(device: str) -> Callable[..., torch.Tensor]:
