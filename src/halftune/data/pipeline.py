@@ -261,16 +261,7 @@ def _tokenize(
     gc.freeze()  # rows and modules stay alive: scanning them in every full collection takes a tenth of the time
     taken = TakenRows(rows, chosen)
     reading = detect_for(config.method, taken, section)
-    report = SourceReport(
-        name=section.path,
-        format=reading.format.name,
-        columns=reading.columns,
-        absent=list(reading.absent),
-        unused=list(reading.unused),
-        gaps=reading.gaps,
-        rows=len(rows),
-        taken=len(taken),
-    )
+    report = SourceReport.started(section.path, reading, rows=len(rows), taken=len(taken))
     outcomes = tokenize_rows(taken, tokenizer, reading, settings, config.data.num_workers)
     writer = StoreWriter(folder, [(str(part.path), part.unit) for part in rows.parts])
     grouper = None

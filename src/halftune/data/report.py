@@ -19,6 +19,7 @@ from halftune.data.templates.features import NO_CALLS, NO_SYSTEM, WITH_TOOLS
 
 if TYPE_CHECKING:
     from halftune.data.encode.tokenize import Outcome
+    from halftune.data.formats.detect import Reading
 
 LOST = 0.01  # share of characters without a token at which a source is refused
 EXAMPLES = 20  # lost characters shown
@@ -109,6 +110,12 @@ class SourceReport:
     lost_characters: int = 0
     lost: str = ""
     skipped: list[str] = field(default_factory=list)
+
+    @classmethod
+    def started(cls, name: str, reading: Reading, *, rows: int, taken: int) -> SourceReport:
+        """The report of a source of which no row is counted yet."""
+        absent, unused = list(reading.absent), list(reading.unused)
+        return cls(name, reading.format.name, reading.columns, absent, unused, reading.gaps, rows, taken)
 
     @property
     def lost_share(self) -> float:

@@ -133,17 +133,8 @@ class _Source:
         reading = self._reading
         settings = replace(settings, drop_system=section.drop_system)
         self._tokenizer = make_row_tokenizer(tokenizer, reading, settings)
-        self.report = SourceReport(
-            name=self.name,
-            format=reading.format.name,
-            columns=reading.columns,
-            absent=list(reading.absent),
-            unused=list(reading.unused),
-            gaps=reading.gaps,
-            rows=len(items),
-            taken=len(items),
-            skipped=skipped_of(section.path),
-        )
+        self.report = SourceReport.started(self.name, reading, rows=len(items), taken=len(items))
+        self.report.skipped = skipped_of(section.path)
         self.first = self.tokens(items)
         report, store = deepcopy(self.report), self.first
         if not report.kept:
