@@ -144,21 +144,13 @@ def _verdict(
     left = (chosen.total - chosen.optimizer) / available
     if OPTIMIZERS[config.training.optim].paged and work.kind != "cpu" and left <= TIGHT:
         return Choice("tight", f"{said}: paged optimizer state has to move to main memory, which is slow")
-    ways = _ways_to_fit(chosen, available, config, work, checkpointing, plain_weights)
-    tried = ", ".join(filter(ways.get, ways)) or "a device with more memory"
-    return Choice("does not fit", f"{said}; try {tried}")
-
-
-def _ways_to_fit(
-    chosen: Estimate, available: int, config: RunConfig, work: Workload, checkpointing: bool, plain_weights: bool
-) -> dict[str, bool]:
-    """What would take less memory → whether this run can do it."""
+    # what would take less memory → whether this run can do it
     rows, budget = batch_size(config)
     several_rows, shared = budget is None and rows > 1, work.strategy == "fsdp2"
     full, heavy = config.adapter.type == "none", chosen.weights > available / 2
     unquantised = config.model.quantization == "none" and plain_weights
     fits_in_half = (budget or 0) >= 2 * config.data.max_length
-    return {
+    ways = {
         "model.quantization: nf4": heavy and not full and unquantised and work.kind == "cuda",
         "training.gradient_checkpointing: true": not checkpointing,
         "fewer training.tokens_per_batch with more gradient_accumulation_steps": fits_in_half,
@@ -168,6 +160,8 @@ def _ways_to_fit(
         "more devices": shared,
         "distributed.fsdp.cpu_offload: true": shared and not work.offload and work.kind != "cpu",
     }
+    tried = ", ".join(filter(ways.get, ways)) or "a device with more memory"
+    return Choice("does not fit", f"{said}; try {tried}")
 
 
 def _gib(size: float) -> str:

@@ -177,19 +177,6 @@ def _experts(facts: ModelFacts, adapter: LoraAdapter | PeftAdapter) -> list[str]
     return [name for name, leaf in named if ends_with(f"{name}.{leaf}", asked)]
 
 
-def _check_names(
-    names: tuple[str, ...], tensors: Iterable[Tensor], adapter: LoraAdapter | PeftAdapter, known: list[str]
-) -> None:
-    """Refuse a name that matches nothing, or only layers that this type of adapter cannot be on."""
-    for name in names:
-        matched = [one for one in tensors if any(ends_with(module, (name,)) for module in one.modules())]
-        if not matched:
-            what, remedy = f"no linear layer is named {name!r}", did_you_mean(name, known)
-            raise PlanError(what, where="adapter.target_modules", remedy=remedy, code="config.bad_target_modules")
-        if not any(one.kind in wraps(adapter) for one in matched):
-            raise _not_on(adapter, matched[0], name)
-
-
 def _not_on(adapter: LoraAdapter | PeftAdapter, tensor: Tensor, name: str) -> PlanError:
     what = f"adapter: {adapter.model_dump()['type']} does not support {_LAYERS.get(tensor.kind, tensor.kind)} ({name})"
     remedy = "use adapter: lora" if tensor.kind in BY_LORA else "remove it from adapter.target_modules"
@@ -203,7 +190,14 @@ def _check_targets(
     can = [one for one in layers if one.kind in wraps(adapter) and one not in shared]
     known = sorted({one.module.rpartition(".")[2] for one in can})
     if isinstance(adapter.target_modules, tuple):
-        _check_names(adapter.target_modules, layers, adapter, known)
+        # refuse a name that matches nothing, or only layers that this type of adapter cannot be on
+        for name in adapter.target_modules:
+            matched = [one for one in layers if any(ends_with(module, (name,)) for module in one.modules())]
+            if not matched:
+                what, remedy = f"no linear layer is named {name!r}", did_you_mean(name, known)
+                raise PlanError(what, where="adapter.target_modules", remedy=remedy, code="config.bad_target_modules")
+            if not any(one.kind in wraps(adapter) for one in matched):
+                raise _not_on(adapter, matched[0], name)
     if not found:
         raise _nothing_matches(layers, adapter, known)
 

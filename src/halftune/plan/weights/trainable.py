@@ -110,7 +110,20 @@ def count_trainable(facts: ModelFacts, adapter: AdapterSection) -> Adapted:
     updates = [*_updates(touched, adapter), *on_experts]
     saved = _saved(facts, adapter)
     low_rank, whole = _weights(updates), _weights(saved)
-    reason = _reason(adapter, touched, described, whole=whole > 0, estimated=not facts.tensors)
+    # what is trained, as the plan says it
+    modules = sum(len(names) for names in touched.values())
+    kinds = sorted({tensor.module.rpartition(".")[2] for tensor in touched})
+    reason = f"{_title(adapter)} on {modules} modules ({', '.join(kinds)})" if touched else _title(adapter)
+    lora = adapter if isinstance(adapter, LoraAdapter) else LoraAdapter()
+    parts = {
+        ", with DoRA's magnitudes": lora.use_dora,
+        f"; {described}": described,
+        f"; {', '.join(adapter.modules_to_save)} in full": whole > 0,
+        f"; initial weights by {lora.init}": lora.init != "default",
+        f"; starts from {lora.name_or_path}": lora.name_or_path is not None,
+        "; estimated from the sizes of a Llama": not facts.tensors,
+    }
+    reason = "".join([reason, *filter(parts.get, parts)])
     reason += _shares(facts, touched, experts)
     inputs = tuple((tensor.shape[-1], len(names)) for tensor, names in touched.items())
     dora = isinstance(adapter, LoraAdapter) and adapter.use_dora
@@ -160,30 +173,6 @@ def _saved(facts: ModelFacts, adapter: LoraAdapter | PeftAdapter) -> list[tuple[
     if not any(is_table(one, facts.vocab_size) for one in whole):
         whole += [one for one in tied_head(facts) if saved_around(one.module, saved)]
     return [(one.shape, is_hidden(one), counts.get(one, 1)) for one in whole]
-
-
-def _reason(
-    adapter: LoraAdapter | PeftAdapter,
-    touched: dict[Tensor, list[str]],
-    on_experts: str,
-    *,
-    whole: bool,
-    estimated: bool,
-) -> str:
-    """What is trained, as the plan says it."""
-    modules = sum(len(names) for names in touched.values())
-    kinds = sorted({tensor.module.rpartition(".")[2] for tensor in touched})
-    reason = f"{_title(adapter)} on {modules} modules ({', '.join(kinds)})" if touched else _title(adapter)
-    lora = adapter if isinstance(adapter, LoraAdapter) else LoraAdapter()
-    parts = {
-        ", with DoRA's magnitudes": lora.use_dora,
-        f"; {on_experts}": on_experts,
-        f"; {', '.join(adapter.modules_to_save)} in full": whole,
-        f"; initial weights by {lora.init}": lora.init != "default",
-        f"; starts from {lora.name_or_path}": lora.name_or_path is not None,
-        "; estimated from the sizes of a Llama": estimated,
-    }
-    return "".join([reason, *filter(parts.get, parts)])
 
 
 def _shares(facts: ModelFacts, touched: dict[Tensor, list[str]], experts: int) -> str:
