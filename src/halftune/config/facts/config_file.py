@@ -42,7 +42,9 @@ def config_file(model: ModelSection, *, catalogue: bool = True) -> Path:
         what = f"no such model folder: {name}"
         raise ModelError(what, where="model.name_or_path", remedy=remedy, code="model.not_found")
     try:
-        return _from_hub(name, model.revision)
+        file = from_hub(name, model.revision, "config.json", key="model.name_or_path")
+        assert file is not None, "downloaded"
+        return file
     except ModelError:
         if catalogue and model.revision is None and (known := published_config(name)) is not None:
             return known
@@ -65,12 +67,6 @@ def config_in(folder: Path) -> Path:
         raise ModelError(what, where=key, remedy=remedy, code="model.is_adapter")
     what = f"no config.json in folder {folder}"
     raise ModelError(what, where=key, remedy="use the folder of a model", code="model.config_missing")
-
-
-def _from_hub(name: str, revision: str | None) -> Path:
-    file = from_hub(name, revision, "config.json", key="model.name_or_path")
-    assert file is not None, "downloaded"
-    return file
 
 
 def from_hub(name: str, revision: str | None, file: str, *, key: str, download: bool = True) -> Path | None:

@@ -24,7 +24,7 @@ FORMATS |= {"float64": "fp64", "double": "fp64"}
 
 def attention(text: dict[str, Any], family: Family, layers: int, where: str) -> dict[str, Any]:
     """Facts about attention and the layers without it, by their attribute names."""
-    window = _window(text, where)
+    window = number(text, ("sliding_window",), where) or None if text.get("use_sliding_window", True) else None
     dropout = _first(text, ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"), 0.0)
     return {
         "linear_layers": _count_linear(family, text, layers),
@@ -118,10 +118,6 @@ def number(text: dict[str, Any], keys: tuple[str, ...], where: str) -> Any:
 
 def dtype_of(text: dict[str, Any]) -> str | None:
     return FORMATS.get(str(_first(text, ("dtype", "torch_dtype"), "")).removeprefix("torch."))
-
-
-def _window(text: dict[str, Any], where: str) -> int | None:
-    return number(text, ("sliding_window",), where) or None if text.get("use_sliding_window", True) else None
 
 
 def _window_layers(text: dict[str, Any], layers: int) -> int:

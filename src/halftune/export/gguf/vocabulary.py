@@ -76,7 +76,9 @@ def read_vocabulary(
     model = raw["model"]
     if model.get("type") != "BPE":
         raise unsupported(f"a tokenizer of type {model.get('type')}", where)
-    _check_added(raw, where)
+    for token in raw["added_tokens"]:
+        if token["lstrip"] or token["rstrip"] or token["single_word"]:
+            raise unsupported(f"the token {token['content']!r} takes spaces beside it", where)
     tokens, types = _tokens(raw, rows)
     if model.get("byte_fallback"):
         kind: dict[str, Any] = {"model": "llama", "pre": "default", "scores": _scores(model, tokens, types, where)}
@@ -95,12 +97,6 @@ def read_vocabulary(
         template=tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None,
         **kind,
     )
-
-
-def _check_added(raw: dict[str, Any], where: str) -> None:
-    for token in raw["added_tokens"]:
-        if token["lstrip"] or token["rstrip"] or token["single_word"]:
-            raise unsupported(f"the token {token['content']!r} takes spaces beside it", where)
 
 
 def _tokens(raw: dict[str, Any], rows: int | None) -> tuple[list[str], list[int]]:

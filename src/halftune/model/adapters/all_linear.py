@@ -46,18 +46,14 @@ def linear_layers(model: PreTrainedModel) -> tuple[list[str], set[str], set[str]
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D) and module is not head
     }
-    experts = _experts(model)
+    config = model.config.get_text_config(decoder=True).to_dict()
+    experts = {config[key] for key in EXPERTS if isinstance(config.get(key), int)}
     routers = {name for name, module in linear.items() if _is_router(name, module, experts)}
     # Our operators would apply an adapter there, since they never call the fused kernels. But peft refuses it, so a
     # saved adapter could not be loaded.
     past = family_of(model.config.model_type).lora_exclude
     refused = {name for name in linear if name.rpartition(".")[2] in past}
     return list(linear), routers, refused
-
-
-def _experts(model: PreTrainedModel) -> set[int]:
-    config = model.config.get_text_config(decoder=True).to_dict()
-    return {config[key] for key in EXPERTS if isinstance(config.get(key), int)}
 
 
 def _is_router(name: str, module: nn.Module, experts: set[int]) -> bool:

@@ -55,7 +55,11 @@ def initialise(
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         for name, layer in layers.items():
-            _check_layer(name, layer, adapter)
+            base = layer.get_base_layer()
+            if type(layer) is not LoraLinear or type(base) is not nn.Linear or not base.weight.is_floating_point():
+                what = f"init: {adapter.init} supports linear layers with unquantised weights only, not {name}"
+                remedy = "set adapter.init: default, or choose other adapter.target_modules"
+                raise ConfigError(what, where="adapter.init", remedy=remedy, code="config.keys_conflict")
             pair = _stored(stored, name, layer) if stored is not None else _decompose(layer, adapter.init)
             a, b = (one.to(dtype).contiguous() for one in pair)
             weight = layer.get_base_layer().weight
@@ -65,14 +69,6 @@ def initialise(
                 getattr(layer, key)["default"].weight.data = value
                 initial[f"{name}.{key}.default.weight"] = value.clone()
     vars(adapted)[_ATTRIBUTE] = initial
-
-
-def _check_layer(name: str, layer: Any, adapter: LoraAdapter) -> None:
-    base = layer.get_base_layer()
-    if type(layer) is not LoraLinear or type(base) is not nn.Linear or not base.weight.is_floating_point():
-        what = f"init: {adapter.init} supports linear layers with unquantised weights only, not {name}"
-        remedy = "set adapter.init: default, or choose other adapter.target_modules"
-        raise ConfigError(what, where="adapter.init", remedy=remedy, code="config.keys_conflict")
 
 
 def _decompose(layer: Any, init: str) -> tuple[torch.Tensor, torch.Tensor]:

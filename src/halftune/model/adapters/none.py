@@ -37,18 +37,14 @@ def attach(model: PreTrainedModel, adapter: NoAdapter, plan: Plan, seed: int) ->
             parameter.data = parameter.data.to(torch.float32 if kept else trainable)
         parameter.requires_grad_(train)
     if storage != trainable:
-        _cast_embeddings(model, storage)
+        # cast what trained embeddings return, so that the layers get the storage dtype
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding) and module.weight.requires_grad:
+                cast_output(module, storage)
     keep_in_graph(model, plan)
     own = dict(model.named_parameters())
     release(model, lambda name: own[name].requires_grad)
     return model
-
-
-def _cast_embeddings(model: PreTrainedModel, storage: torch.dtype) -> None:
-    """Cast what trained embeddings return, so that the layers get the storage dtype."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding) and module.weight.requires_grad:
-            cast_output(module, storage)
 
 
 def _chosen(model: PreTrainedModel, patterns: Sequence[str]) -> set[int]:

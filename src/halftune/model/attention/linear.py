@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -231,11 +231,6 @@ def routed_linear_layers(model: nn.Module, plan: Plan) -> Iterator[None]:
         yield
 
 
-def _known_functions(modules: Sequence[ModuleType]) -> list[tuple[str, Function]]:
-    """The functions of linear attention that modeling modules hold, by name."""
-    return [(name, unpatched(vars(module)[name])) for module in modules for name in _ALL if name in vars(module)]
-
-
 def _routed(name: str, original: Function, backend: str) -> Function:
     """Our function in place of ``original``, behind the guard."""
     routed = _with_boundaries(original) if backend == "fla" and name in _DELTA else _ALL[name]
@@ -246,7 +241,8 @@ def _routed(name: str, original: Function, backend: str) -> Function:
 
 def _scope(model: nn.Module, plan: Plan) -> Scope:
     modules, backend = _modeling_modules(model), plan.attention.linear.value
-    known = _known_functions(modules)
+    # the functions of linear attention that modeling modules hold, by name
+    known = [(name, unpatched(vars(module)[name])) for module in modules for name in _ALL if name in vars(module)]
     if backend == "torch" and any(map(importlib.util.find_spec, _PREFERRED)):
         return Scope({original: _plain(original) for name, original in known if name not in _RWKV7}, modules)
     if backend not in ("halftune", "fla"):

@@ -49,7 +49,11 @@ def locate(model: ModelSection) -> Path:
     name = model.name_or_path
     if name.startswith(BUILTIN):
         return materialize(name.removeprefix(BUILTIN))
-    return _checked(_folder(model, (*WEIGHTS, *SMALL_FILES)), model)
+    folder = _folder(model, (*WEIGHTS, *SMALL_FILES))
+    check_weights(folder)
+    if code := check_code(folder, model):
+        _warn_remote_code(str(folder), tuple(code))
+    return folder
 
 
 def locate_tokenizer(model: ModelSection) -> Path:
@@ -135,18 +139,6 @@ def download(name: str, model: ModelSection, patterns: tuple[str, ...]) -> Path:
             remedy="retry, or use a local folder",
             code="model.hub_unreachable",
         ) from error
-
-
-def _checked(folder: Path, model: ModelSection) -> Path:
-    """Check that a folder has complete safetensors, and that trusted remote code is pinned.
-
-    Raises:
-        ModelError: something is missing.
-    """
-    check_weights(folder)
-    if code := check_code(folder, model):
-        _warn_remote_code(str(folder), tuple(code))
-    return folder
 
 
 @cache

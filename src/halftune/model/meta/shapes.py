@@ -56,7 +56,10 @@ def describe(raw: dict[str, Any], *, multimodal: bool) -> dict[str, Any]:
     """
     try:
         with silent(), own_architectures(), torch.random.fork_rng(devices=[]):
-            config = _config(raw)
+            left_out = ("auto_map", "quantization_config", "dtype", "torch_dtype", "_attn_implementation")
+            kept = {key: value for key, value in raw.items() if key not in left_out}
+            # infinity, as transformers saves it
+            config = AutoConfig.for_model(**PreTrainedConfig._decode_special_floats(kept))
             auto = multimodal_auto(config) if multimodal else AutoModelForCausalLM
             with torch.device("meta"), initialization.no_init_weights():
                 # eager, so that no config names a kernel that is looked up on the hub
@@ -68,12 +71,6 @@ def describe(raw: dict[str, Any], *, multimodal: bool) -> dict[str, Any]:
         return {"missing": first_line(error)}
     except (*LOAD_ERRORS, StrictDataclassError, HalftuneError, MemoryError) as error:
         return {"error": f"{type(error).__name__}: {first_line(error)}"}
-
-
-def _config(raw: dict[str, Any]) -> PreTrainedConfig:
-    left_out = ("auto_map", "quantization_config", "dtype", "torch_dtype", "_attn_implementation")
-    kept = {key: value for key, value in raw.items() if key not in left_out}
-    return AutoConfig.for_model(**PreTrainedConfig._decode_special_floats(kept))  # infinity, as transformers saves it
 
 
 def _listed(config: PreTrainedConfig, model: PreTrainedModel, multimodal: bool) -> dict[str, Any]:

@@ -287,7 +287,12 @@ def _write_adapter(
 ) -> list[str]:
     # peft's default asks the hub whether the base model's vocabulary differs; modules_to_save says what is trained
     adapter = get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
-    _check_complete(model, adapter, folder)
+    # refuse to save fewer weights than are trained: peft selects them by their names
+    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    if (found := sum(one.numel() for one in adapter.values())) < trained:
+        what = f"the saved adapter would have {found:,} of {trained:,} trained weights"
+        remedy = "resume from the newest checkpoint, which has all of them, with another adapter.target_modules"
+        raise TrainingError(what, where=str(folder), remedy=remedy, code="train.adapter_incomplete")
     unmoved = [name.partition(_UP)[0] for name, tensor in adapter.items() if _UP in name and not tensor.any()]
     config = for_plain_peft(model)
     if first := vars(model).get("initial_adapter"):
@@ -300,19 +305,6 @@ def _write_adapter(
     config.inference_mode = True
     config.save_pretrained(str(folder))
     return unmoved
-
-
-def _check_complete(model: PeftModel, adapter: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Refuse to save fewer weights than are trained: peft selects them by their names.
-
-    Raises:
-        TrainingError: some are missing.
-    """
-    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
-    if (found := sum(one.numel() for one in adapter.values())) < trained:
-        what = f"the saved adapter would have {found:,} of {trained:,} trained weights"
-        remedy = "resume from the newest checkpoint, which has all of them, with another adapter.target_modules"
-        raise TrainingError(what, where=str(folder), remedy=remedy, code="train.adapter_incomplete")
 
 
 def _cast_each(named: Named, saved: Format, kept: frozenset[str], towers: Towers | None) -> Named:

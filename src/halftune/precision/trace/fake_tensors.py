@@ -45,7 +45,12 @@ class FakeTensors(FakeTensorMode):
         if _is_real(func, args, kwargs, new=not self._decomposed):
             return func(*args, **kwargs)
         if func in _PRODUCTS:
-            _alike(args)
+            # refuse matmuls of mixed dtypes, which fake tensors would accept
+            formats = list(
+                dict.fromkeys(str(arg.dtype).removeprefix("torch.") for arg in args if isinstance(arg, torch.Tensor))
+            )
+            if len(formats) > 1:
+                raise RuntimeError(f"expected mat1 and mat2 to have the same dtype, but got: {' != '.join(formats)}")
         if func in _INDEXED:
             args = (args[0], _as_numbers(args[1]), *args[2:])
         if func is torch.ops.aten.masked_select.default and not isinstance(args[1], FakeTensor):
@@ -80,19 +85,6 @@ class FakeTensors(FakeTensorMode):
                     module._parameters[name] = nn.Parameter(
                         self.from_tensor(parameter.detach()), requires_grad=parameter.requires_grad
                     )
-
-
-def _alike(args: Any) -> None:
-    """Refuse matmuls of mixed dtypes, which fake tensors would accept.
-
-    Raises:
-        RuntimeError: as torch does.
-    """
-    formats = list(
-        dict.fromkeys(str(arg.dtype).removeprefix("torch.") for arg in args if isinstance(arg, torch.Tensor))
-    )
-    if len(formats) > 1:
-        raise RuntimeError(f"expected mat1 and mat2 to have the same dtype, but got: {' != '.join(formats)}")
 
 
 def _as_numbers(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:

@@ -76,7 +76,8 @@ class Stepper:
         following, metrics = None, None
         try:
             if run.late:
-                state = _rates(run)
+                # state of the schedule, and learning rates
+                state = dict(run.schedule.state_dict()), [group["lr"] for group in run.optimizer.param_groups]
                 following = _Waiting(epoch, batches, *state, start_step(run, batches, stop=self.interrupted()))
             else:
                 metrics = _updates(run, batches if run.rollouts is None else run.rollouts(batches, run.feed))
@@ -150,11 +151,6 @@ def _as_one(steps: list[StepMetrics]) -> StepMetrics:
     tokens = {name: total(name) for name in ("tokens", "tokens_real", "tokens_trained")}
     means = {name: total(name) / len(steps) for name in ("loss", "grad_norm")}
     return replace(steps[-1], **tokens, **means, averages=averages)
-
-
-def _rates(run: TrainState) -> tuple[dict[str, Any], list[float]]:
-    """State of the schedule, and learning rates."""
-    return dict(run.schedule.state_dict()), [group["lr"] for group in run.optimizer.param_groups]
 
 
 def runs_late(run: TrainState) -> bool:

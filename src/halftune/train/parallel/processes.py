@@ -79,7 +79,12 @@ def make_accelerator(plan: Plan) -> Accelerator:
         PlanError: what came up is not what was planned: another device, another number of processes, or a sharding or
             compiling engine that the environment or a default config of accelerate switches on.
     """
-    _forget_defaults()
+    # Takes out of the environment what `accelerate launch` puts there from a default config in the home folder. How
+    # numbers are computed and models are shared is in the plan; a warning says what was asked for elsewhere.
+    for name in [name for name in os.environ if name.startswith(_ENGINES)]:
+        value = os.environ.pop(name)
+        if name in _SWITCHES and value.lower() not in ("", "no", "false", "0"):
+            log.warning("%s=%s has no effect here: the plan decides (an accelerate config asks for it)", name, value)
     if (started := this_process().world_size) != plan.batch.world_size:
         what = f"the run was planned for {plan.batch.world_size} processes, but a launcher has started {started}"
         raise PlanError(what, remedy="start it with `halftune train` or torchrun", code="launch.process_count_differs")
@@ -107,17 +112,6 @@ def make_accelerator(plan: Plan) -> Accelerator:
         what = f"{answered} of {accelerator.num_processes} processes answered the first sum"
         raise PlanError(what, code="launch.process_count_differs")
     return accelerator
-
-
-def _forget_defaults() -> None:
-    """Takes out of the environment what `accelerate launch` puts there from a default config in the home folder.
-
-    How numbers are computed and models are shared is in the plan; a warning says what was asked for elsewhere.
-    """
-    for name in [name for name in os.environ if name.startswith(_ENGINES)]:
-        value = os.environ.pop(name)
-        if name in _SWITCHES and value.lower() not in ("", "no", "false", "0"):
-            log.warning("%s=%s has no effect here: the plan decides (an accelerate config asks for it)", name, value)
 
 
 def _gather(plan: Plan, seconds: float) -> None:

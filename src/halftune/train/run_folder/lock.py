@@ -51,7 +51,10 @@ def locked(path: Path) -> Iterator[None]:
             if error.errno not in NO_LOCKS:
                 raise
             log.warning("%s: this file system has no locks; start no second run in there", path)
-        _sign(path, file)
+        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        pid = os.getpid()
+        owner = {"pid": pid, "process": identity(pid), "host": socket.gethostname(), "since": now}
+        _write(path, file, json.dumps(owner) + "\n")
         try:
             yield
         finally:
@@ -81,13 +84,6 @@ def _taken(path: Path) -> ConfigError:
     what = f"another process is training in this folder{_owner(path)}"
     remedy = "wait for it, stop it, or choose another training.output_dir"
     return ConfigError(what, where=str(path), remedy=remedy, code="train.folder_locked")
-
-
-def _sign(path: Path, file: IO[bytes]) -> None:
-    now = datetime.now().astimezone().isoformat(timespec="seconds")
-    pid = os.getpid()
-    owner = {"pid": pid, "process": identity(pid), "host": socket.gethostname(), "since": now}
-    _write(path, file, json.dumps(owner) + "\n")
 
 
 def _write(path: Path, file: IO[bytes], text: str) -> None:
