@@ -110,8 +110,15 @@ class TimeMixing(nn.Module):
         v_BTHV = self._by_head(row.without_padding(v_BTE))
         read, written = (-erased_BTHK).to(k_BTD.dtype), (erased_BTHK * a_BTHK).to(k_BTD.dtype)
         o_BTHV = self._recur(r_BTHK, w_BTHK, k_BTHK, v_BTHV, read, written, row)
-        out_BTD = self._gated(o_BTHV, r_BTHK, k_BTHK, v_BTHV, g_BTE)
-        return out_BTD, own_BTE if first_BTE is None else first_BTE
+        # group norm per head, plus the token's value weighted by r, k and ``r_k``; then gate and output projection
+        norm, size = self.g_norm, o_BTHV.shape
+        with torch.autocast(o_BTHV.device.type, enabled=False):
+            flat = wide(o_BTHV).reshape(-1, self.shape.value)
+            normed = F.group_norm(flat, norm.num_groups, wide(norm.weight), wide(norm.bias), norm.eps).view(size)
+            own_BTH1 = (wide(r_BTHK) * wide(k_BTHK) * wide(self.r_k)).sum(-1, keepdim=True)
+            out_BTHV = torch.addcmul(normed, own_BTH1, wide(v_BTHV))
+            out_BTE = (out_BTHV.flatten(2) * wide(g_BTE)).to(g_BTE.dtype)
+        return self.o_proj(out_BTE), own_BTE if first_BTE is None else first_BTE
 
     def _by_head(self, x_BTD: torch.Tensor) -> torch.Tensor:
         return x_BTD.unflatten(-1, (self.shape.heads, -1))
@@ -149,24 +156,6 @@ class TimeMixing(nn.Module):
         if row.cache is not None:
             row.cache.update_recurrent_state(cast(torch.Tensor, final), self.layer)
         return out
-
-    def _gated(
-        self,
-        o_BTHV: torch.Tensor,
-        r_BTHK: torch.Tensor,
-        k_BTHK: torch.Tensor,
-        v_BTHV: torch.Tensor,
-        g_BTE: torch.Tensor,
-    ) -> torch.Tensor:
-        """Group norm per head, plus the token's value weighted by r, k and ``r_k``; then gate and output projection."""
-        norm, size = self.g_norm, o_BTHV.shape
-        with torch.autocast(o_BTHV.device.type, enabled=False):
-            flat = wide(o_BTHV).reshape(-1, self.shape.value)
-            normed = F.group_norm(flat, norm.num_groups, wide(norm.weight), wide(norm.bias), norm.eps).view(size)
-            own_BTH1 = (wide(r_BTHK) * wide(k_BTHK) * wide(self.r_k)).sum(-1, keepdim=True)
-            out_BTHV = torch.addcmul(normed, own_BTH1, wide(v_BTHV))
-            out_BTE = (out_BTHV.flatten(2) * wide(g_BTE)).to(g_BTE.dtype)
-        return self.o_proj(out_BTE)
 
 
 class ChannelMixing(nn.Module):
