@@ -123,11 +123,8 @@ def rates(steps: list[Step]) -> dict[str, float]:
     """Return throughput over all steps, and step times (median, inclusive 10 % and 90 % quantiles)."""
     seconds, cpu = sum(step.seconds for step in steps), sum(step.cpu_seconds for step in steps)
     found: dict[str, float] = {}
-    for name, total in (
-        ("tokens", sum(step.tokens for step in steps)),
-        ("real", sum(step.real for step in steps)),
-        ("trained", sum(step.trained for step in steps)),
-    ):
+    for name in ("tokens", "real", "trained"):
+        total = sum(getattr(step, name) for step in steps)
         found[f"{name}_per_second"], found[f"{name}_per_cpu_second"] = total / seconds, total / cpu
     times = sorted(step.seconds for step in steps)
     tenths = statistics.quantiles(times, n=10, method="inclusive") if len(times) > 1 else [times[0]] * 9
