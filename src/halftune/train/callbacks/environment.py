@@ -17,26 +17,13 @@ from halftune.core.atomic import write_text
 from halftune.core.log import get_logger
 from halftune.core.optional import version_of
 from halftune.hardware import Hardware
+from halftune.hardware.probe import PACKAGES as OF_KERNELS
 from halftune.hardware.probe import probe
 from halftune.train.callback import Callback
 from halftune.train.state import TrainState
 
 # What numbers and data depend on; the optional ones are listed where they are installed.
-PACKAGES = (
-    "torch",
-    "transformers",
-    "peft",
-    "accelerate",
-    "datasets",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-    "triton",
-    "flash-attn",
-    "flash-linear-attention",
-    "liger-kernel",
-    "bitsandbytes",
-)
+PACKAGES = (*OF_KERNELS, "datasets", "tokenizers", "safetensors", "numpy")
 
 
 def environment(hardware: Hardware, fingerprints: dict[str, str], folder: Path | None = None) -> dict[str, Any]:
