@@ -145,8 +145,7 @@ def sync(path: Path) -> None:
 
 def is_full(error: Exception) -> bool:
     """Whether an error (an OSError, or a library's with its message) means a full disk or quota."""
-    numbers = (errno.ENOSPC, errno.EDQUOT)
-    return (isinstance(error, OSError) and error.errno in numbers) or any(os.strerror(n) in str(error) for n in numbers)
+    return _means(error, errno.ENOSPC, errno.EDQUOT)
 
 
 def write_error_remedy(error: Exception) -> str:
@@ -155,16 +154,16 @@ def write_error_remedy(error: Exception) -> str:
     Args:
         error: an OSError, or a library's error (safetensors, tokenizers) that contains its message.
     """
-    number, said = (error.errno if isinstance(error, OSError) else None), str(error)
-
-    def means(*numbers: int) -> bool:
-        return number in numbers or any(os.strerror(one) in said for one in numbers)
-
     if is_full(error):
         return "free space"
-    if means(errno.EROFS, errno.EACCES, errno.EPERM):
+    if _means(error, errno.EROFS, errno.EACCES, errno.EPERM):
         return "make the folder writable"
     return "check the disk"
+
+
+def _means(error: Exception, *numbers: int) -> bool:
+    number = error.errno if isinstance(error, OSError) else None
+    return number in numbers or any(os.strerror(one) in str(error) for one in numbers)
 
 
 def _clear(path: Path) -> None:
