@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from halftune.config.sections.training import GenerationSection
 from halftune.core.errors import HalftuneError, ModelError
 from halftune.infer.session import ChatSession
-from halftune.model.generate import read_content
+from halftune.model.message_parts import read_content
 
 Request = dict[str, Any]
 

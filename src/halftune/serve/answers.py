@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from halftune.core.errors import HalftuneError
-from halftune.model.generate import conversation_inputs, read_content
+from halftune.model.generate import conversation_inputs
+from halftune.model.message_parts import read_content
 from halftune.serve.engine import Engine, Served
 from halftune.serve.requests import ApiError, ChatRequest, CompletionRequest, read_messages
 from halftune.serve.sampling import End, Job, Token

@@ -56,7 +56,7 @@ def check_complete(
     Raises:
         ModelError: weights are missing or have wrong shapes; names their number and the first.
     """
-    expected = dict(_named(tensors))
+    expected = {name: tensor.shape for tensor in tensors for name in tensor.names()}
     if headers.keys() - expected.keys():
         return
     missing = [name for name in expected if name not in headers]
@@ -76,12 +76,6 @@ def prediction_heads(names: Iterable[str], layers: int) -> list[str]:
     transformers ignores them; inference servers use them for speculative decoding.
     """
     return [name for name in names if _MTP.search(name) or ((at := _LAYER.search(name)) and int(at[1]) >= layers)]
-
-
-def _named(tensors: Sequence[Tensor]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for tensor in tensors:
-        for layer in tensor.layers or ("",):
-            yield tensor.name.replace("*", str(layer), 1), tensor.shape
 
 
 @dataclass(frozen=True)
@@ -118,11 +112,13 @@ class Tensor:
         """Name of its module, with ``*`` for the layer index."""
         return self.name.rpartition(".")[0]
 
-    def modules(self) -> Iterable[str]:
+    def names(self) -> Iterator[str]:
+        """Return the names of these tensors, one per layer."""
+        return (self.name.replace("*", str(layer), 1) for layer in self.layers or ("",))
+
+    def modules(self) -> Iterator[str]:
         """Return the names of its modules, one per layer."""
-        if not self.layers:
-            return (self.module,)
-        return (self.module.replace("*", str(layer), 1) for layer in self.layers)
+        return (name.rpartition(".")[0] for name in self.names())
 
 
 def total_elements(tensors: Iterable[Tensor]) -> int:

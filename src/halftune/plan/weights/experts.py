@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from halftune.config.facts.architecture import Tensor, total_elements
 from halftune.config.facts.model import ModelFacts
@@ -30,18 +30,18 @@ def targeted(facts: ModelFacts, adapter: LoraAdapter) -> tuple[tuple[Tensor, int
         PlanError: a name is the end of no expert weight.
     """
     tensors, asked = expert_tensors(facts), adapter.target_parameters
-    names = [name for tensor in tensors for name in _names(tensor)]
+    names = [name for tensor in tensors for name in tensor.names()]
     if unknown := [one for one in asked if not _count(names, (one,))]:
         known = {".".join(name.rsplit(".", 2)[-2:]) for name in names}
         remedy = did_you_mean(unknown[0], known) if known else "remove it: the model has no fused experts"
         what = f"no weight of fused experts is named {unknown[0]!r}"
         raise PlanError(what, where="adapter.target_parameters", remedy=remedy, code="config.bad_target_modules")
-    return tuple((one, count) for one in tensors if (count := _count(_names(one), asked)))
+    return tuple((one, count) for one in tensors if (count := _count(one.names(), asked)))
 
 
 def _count(names: Iterable[str], ends: Iterable[str]) -> int:
     """How many names have one of the ends."""
-    return sum(any(_ends(name, end) for end in ends) for name in names)
+    return sum(any(f".{name}".endswith(f".{end}") for end in ends) for name in names)
 
 
 def updates(facts: ModelFacts, adapter: LoraAdapter) -> tuple[Shapes, int, int, str]:
@@ -88,12 +88,3 @@ def check_quantised(facts: ModelFacts) -> int:
 def _low_rank(shape: tuple[int, ...], rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
     experts, rows, columns = shape
     return (experts * rank, columns), (rows, experts * rank)
-
-
-def _names(tensor: Tensor) -> Iterator[str]:
-    for layer in tensor.layers or ("",):
-        yield tensor.name.replace("*", str(layer), 1)
-
-
-def _ends(name: str, ending: str) -> bool:
-    return f".{name}".endswith(f".{ending}")

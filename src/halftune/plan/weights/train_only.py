@@ -76,6 +76,5 @@ def _names(facts: ModelFacts) -> Iterator[tuple[Tensor, tuple[str, ...]]]:
     """Every tensor of the model with its names; a tied head is another name of the embedding."""
     for tensor in facts.likely_tensors:
         tied = facts.tie_word_embeddings and is_table(tensor, facts.vocab_size)
-        for layer in tensor.layers or ("",):
-            name = tensor.name.replace("*", str(layer), 1)
+        for name in tensor.names():
             yield tensor, (name, f"{HEAD}.weight") if tied else (name,)
