@@ -70,19 +70,7 @@ def generate_reply(
     prompt_1T, seen = conversation_inputs(causal, tokenizer, messages, template_variables or {}, images, device)
     length = prompt_1T.shape[1]
     room = min(generation.max_new_tokens, _room(causal, length))
-    ends = ending_ids(tokenizer, causal.generation_config)
-    sampling: dict[str, Any] = {}
-    if generation.temperature > 0:
-        sampling = {"temperature": generation.temperature, "top_p": generation.top_p, "top_k": generation.top_k}
-    settings = GenerationConfig(
-        max_new_tokens=room,
-        do_sample=bool(sampling),
-        repetition_penalty=generation.repetition_penalty,
-        eos_token_id=ends or None,
-        pad_token_id=tokenizer.pad_token_id,
-        use_cache=True,
-        **sampling,
-    )
+    settings = _settings(generation, tokenizer, causal.generation_config, room)
     pieces = _Pieces(tokenizer, length, on_text)
     # in inference mode, weights are gathered as ones that cannot be trained, and torchao's tensors have no views
     no_views = sharded is not None or plan.precision.trains_in_float8
@@ -207,6 +195,24 @@ def ending_ids(tokenizer: PreTrainedTokenizerBase, own: GenerationConfig) -> lis
     """Tokens that end an answer: those of the checkpoint's generation config, and the template's ends of turns."""
     stops = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
     return sorted({token for token in (*stops, *end_of_turn_ids(tokenizer)) if token is not None})
+
+
+def _settings(
+    generation: GenerationSection, tokenizer: PreTrainedTokenizerBase, own: GenerationConfig, room: int
+) -> GenerationConfig:
+    ends = ending_ids(tokenizer, own)
+    sampling: dict[str, Any] = {}
+    if generation.temperature > 0:
+        sampling = {"temperature": generation.temperature, "top_p": generation.top_p, "top_k": generation.top_k}
+    return GenerationConfig(
+        max_new_tokens=room,
+        do_sample=bool(sampling),
+        repetition_penalty=generation.repetition_penalty,
+        eos_token_id=ends or None,
+        pad_token_id=tokenizer.pad_token_id,
+        use_cache=True,
+        **sampling,
+    )
 
 
 def generate_answers(
