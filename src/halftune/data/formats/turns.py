@@ -49,7 +49,7 @@ KNOWN = {*MARKS, *REASONING, *CALLS, "name", "tool_call_id"}
 _ABOUT_PARTS = {"type", "id", "index", "signature", "cache_control", "annotations", "citations"}  # no text of a part
 _PAIRS = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})  # keys by which a message is known
 _TEXT_KEYS = ("name", "tool_call_id")
-_TAG = re.compile(r"</?think(ing)?>|\[/?THINK\]")
+_OPENS = re.compile(r"<think(ing)?>|\[THINK\]")  # public data has closing tags by themselves
 _THOUGHT = re.compile(r"\s*(<think>|\[THINK\])?(.*?)(?:</think>|\[/THINK\])", re.DOTALL)
 
 
@@ -192,12 +192,12 @@ def _stands_in(content: str, reasoning: str, where: str) -> bool:
     """Whether a text begins with this reasoning as a block of its own.
 
     Raises:
-        RowError: it has a tag of other reasoning.
+        RowError: it opens a block of other reasoning.
     """
     block = _THOUGHT.match(content)
     if block and block[2].strip() == reasoning.strip():
         return True
-    if reasoning.strip() and (tag := _TAG.search(content)):
+    if reasoning.strip() and (tag := _OPENS.search(content)):
         raise RowError(f"{where}: {tag[0]} in the content, and other reasoning beside it", "keep one of them")
     return False
 
