@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-_LONGEST = 40  # tokens: of a probe and those beyond it
+_LONGEST = 48
 
 
 class _Model:

@@ -21,7 +21,7 @@ _READERS = 4  # files read in parallel: a fast disk outpaces one checksum
 
 def entry(path: Path) -> dict[str, Any]:
     """Return a file's entry in a manifest."""
-    return {"size": path.stat().st_size, "sha256": sha256_of(path)}
+    return {"size": path.stat().st_size, "sha256": _sha256(path)}
 
 
 def seal(
@@ -98,7 +98,7 @@ def _changed(folder: Path, files: Mapping[str, tuple[int, str]], share: tuple[in
     """The first file of a process's share whose checksum differs; empty if there is none."""
     names = sorted(files)[share[0] :: share[1]]
     with ThreadPoolExecutor(_READERS) as pool:
-        digests = pool.map(lambda name: sha256_of(folder / name), names)
+        digests = pool.map(lambda name: _sha256(folder / name), names)
         return next((name for name, digest in zip(names, digests, strict=True) if digest != files[name][1]), "")
 
 
@@ -126,8 +126,7 @@ def _files(marker: Path, *, notes: bool) -> dict[str, tuple[int, str]]:
     return {name: (entry["size"], entry["sha256"]) for name, entry in listed if notes or not _is_note(name)}
 
 
-def sha256_of(path: Path) -> str:
-    """The checksum of a file."""
+def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         while block := file.read(_BLOCK):

@@ -82,8 +82,8 @@ class _Routes:
         return JSONResponse(self._facts(find_model(self.engine, request.path_params["name"]).name))
 
     def _facts(self, name: str) -> dict[str, Any]:
-        facts = {"max_model_len": self.engine.max_tokens, "dtype": self.engine.shared.plan.precision.compute.value}
-        return {"id": name, "object": "model", "created": 0, "owned_by": "halftune", **facts}
+        limit = self.engine.max_tokens
+        return {"id": name, "object": "model", "created": 0, "owned_by": "halftune", "max_model_len": limit}
 
     async def chat(self, request: Request) -> Response:
         """The answer to a conversation."""

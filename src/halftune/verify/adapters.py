@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from peft import get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -15,7 +17,7 @@ from transformers import AutoConfig
 
 from halftune.config.facts.safetensors_headers import weight_files
 from halftune.config.sections.model import ModelSection
-from halftune.core.manifest import manifest_facts, sha256_of
+from halftune.core.manifest import manifest_facts
 from halftune.core.processes import heartbeat
 from halftune.model.files.architectures import ignore_peft_warnings
 from halftune.model.files.identity import model_identity
@@ -42,6 +44,7 @@ def compare_adapters(reference: Path, target: FolderTarget) -> list[Finding]:
     """
     try:
         ours, theirs = (load_file(folder / WEIGHTS) for folder in (reference, target.folder))
+        used = get_peft_model_state_dict(target.model, save_embedding_layers=False).keys()
         with ignore_peft_warnings():
             target.model.load_adapter(str(reference), adapter_name=_OURS)
     except (*LOAD_ERRORS, SafetensorError) as error:
@@ -60,11 +63,12 @@ def compare_adapters(reference: Path, target: FolderTarget) -> list[Finding]:
         return prefix in key and not any(one in key for one in _BESIDE) and key.split(f".{prefix}")[0] in names
 
     first_side = {key: one for key, one in ours.items() if not is_part(key)}
-    second_side = {key: one for key, one in theirs.items() if not is_part(key)}
+    spare = [key for key in theirs if prefix in key and key not in used]  # peft makes nothing of them
+    second_side = {key: one for key, one in theirs.items() if not is_part(key) and key not in spare}
     for key, one in first_side.items():
         kind = kind_of(second_side[key], one.float(), None)[0] if key in second_side else "base"
         kinds[kind].append((key, 0.0))
-    kinds["other"] += [(key, 0.0) for key in second_side.keys() - ours.keys()]
+    kinds["other"] += [(key, 0.0) for key in [*(second_side.keys() - ours.keys()), *set(spare) - ours.keys()]]
     return findings_of(kinds, len(layers) + len(first_side))
 
 
@@ -81,12 +85,21 @@ def _kind(layer: Any, eps: float) -> tuple[str, float]:
     wanted, moved = (layer.get_delta_weight(one).detach().float().cpu() for one in (_OURS, _THEIRS))
     if wanted.shape != moved.shape:
         return "shape", 0.0
-    square = wanted.square()
-    usual = (square.mean(0, keepdim=True) * square.mean(1, keepdim=True) / square.mean().clamp(min=1e-30)).sqrt()
-    if bool(((moved - wanted).abs() <= 3 * eps * (wanted.abs() + usual)).all()):  # false for NaN
+    apart = (moved - wanted).abs()
+    if bool((apart <= eps * _spread(layer, wanted)).all()):  # false for NaN
         return "same", 1.0
     kind, size = of_update(moved, wanted, float(eps * wanted.double().norm()))
     return ("other" if kind == "same" else kind), size
+
+
+def _spread(layer: Any, wanted: torch.Tensor) -> torch.Tensor:
+    """Size of each sum's parts, times what rounding them moves at most."""
+    try:
+        down, up = (one[_OURS].weight.detach().float() for one in (layer.lora_A, layer.lora_B))
+        parts = (up.square() @ down.square()).sqrt().cpu()
+        return 3 * layer.scaling[_OURS] * (parts if parts.shape == wanted.shape else parts.T)
+    except (AttributeError, KeyError, RuntimeError):  # not a product of two matrices
+        return 3 * (wanted.abs() + wanted.square().mean().sqrt())
 
 
 def compare_bases(reference: Path, ours: Path, theirs: Path) -> tuple[list[Finding], list[Finding]]:
@@ -104,7 +117,7 @@ def compare_bases(reference: Path, ours: Path, theirs: Path) -> tuple[list[Findi
     found = [Finding("base.differ", one.what) for one in (of_tokenizers(*tokenizers) if tokenizers[1:] else ())]
     changed = of_configs(*map(AutoConfig.from_pretrained, (ours, theirs)))
     found += [Finding("base.differ", ", ".join(changed))] if changed else []
-    if [*map(sha256_of, weight_files(ours))] == [*map(sha256_of, weight_files(theirs))]:
+    if _digests(ours) == _digests(theirs):
         return found, []
     needed = memory_needed(ours, "", _COPIES)
     if needed > psutil.virtual_memory().available:
@@ -121,3 +134,11 @@ def _of_record(reference: Path, base: Path) -> tuple[list[Finding], list[Finding
     changed = [name for name in record.keys() & now.keys() if record[name]["digest"] != now[name]["digest"]]
     weights = sorted(name for name in changed if name.endswith(".safetensors"))
     return [Finding("base.differ", f"{first(weights)} changed since training")] if weights else [], []
+
+
+def _digests(folder: Path) -> list[str]:
+    digests = []
+    for path in weight_files(folder):
+        with path.open("rb") as file:
+            digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return digests

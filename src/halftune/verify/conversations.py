@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from halftune.verify.draw import render
 from halftune.verify.probes import Probe, Probes
 
-
-@cache
-def _all() -> list[dict[str, Any]]:
-    return yaml.safe_load((Path(__file__).parent / "conversations.yaml").read_text(encoding="utf-8"))
+_CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+_TOOLS = [{"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": _CITY}}]
+_CALL = {"id": "call00001", "type": "function", "function": {"name": "weather", "arguments": {"city": "Bern"}}}
+_FIRST = {"role": "user", "content": "Which city?"}
+_ASKED = [_FIRST, {"role": "assistant", "content": "Bern."}, {"role": "user", "content": "Its weather?"}]
+_RESULT = {"role": "tool", "tool_call_id": "call00001", "name": "weather", "content": "12 degrees"}
+_ODD = {"role": "user", "content": "é Ａ 12345  x\n\n\tif a:\n🙂 "}
+_ALL: list[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = [
+    (_ASKED, None),
+    ([{"role": "system", "content": "Be brief."}, *_ASKED, {"role": "assistant", "content": "Mild."}, _ODD], None),
+    ([_FIRST], _TOOLS),
+    ([*_ASKED, {"role": "assistant", "content": "", "tool_calls": [_CALL]}, _RESULT], _TOOLS),
+]
 
 
 def conversations(probes: Probes, tokenizer: Any) -> list[Probe]:
@@ -26,7 +31,7 @@ def conversations(probes: Probes, tokenizer: Any) -> list[Probe]:
         tokenizer: of the result.
     """
     found = []
-    for messages, tools in ((one["messages"], one.get("tools")) for one in _all() if tokenizer.chat_template):
+    for messages, tools in _ALL if tokenizer.chat_template else ():
         made = render(tokenizer, messages, tools, probes.variables, probes.day)
         if made and (not tools or made != render(tokenizer, messages, None, probes.variables, probes.day)):
             found.append(

@@ -37,10 +37,12 @@ class Scores:
     Attributes:
         logprobs: ``[T]`` of its tokens, in nats.
         top: ``[T]`` of (id, log-probability) of the ``TOP`` likeliest tokens, likeliest first.
+        asked: ``[T]`` of the log-probabilities of the tokens that were asked for; empty without.
     """
 
     logprobs: list[float]
     top: list[list[tuple[int, float]]]
+    asked: list[list[float]]
 
 
 def measure(
@@ -106,6 +108,7 @@ def score(
     pad: int,
     device: torch.device,
     forward: Around = nullcontext,
+    asked: Sequence[list[list[int]]] = (),
 ) -> list[Scores]:
     """Score answers.
 
@@ -115,24 +118,27 @@ def score(
         pad: id of padding.
         device: that the model computes on.
         forward: a context of each forward pass.
+        asked: for each answer ``[T, K]`` tokens whose log-probabilities are wanted too.
     """
     found: list[Scores] = []
     for part in _parts(pairs, lambda pair: len(pair[0]) + len(pair[1])):
         examples = [Example((_segment(prompt, answer),)) for prompt, answer in part]
-        rows: list[tuple[float, list[tuple[int, float]]]] = []
+        wanted = [ids for answer in asked[len(found) : len(found) + len(part)] for ids in answer]
+        rows: list[tuple[float, list[tuple[int, float]], list[float]]] = []
         with torch.no_grad(), forward():
             own = PolicyModel(model).head_rows(collate(examples, pad, packed=False).to(device))
             chunk = rows_at_a_time(own.vocabulary, own.rows.device)
             for hidden, targets in zip(own.rows.split(chunk), own.targets.split(chunk), strict=True):
                 logprobs = own.head(hidden).float().log_softmax(-1)
                 values, (best, ids) = logprobs.gather(1, targets[:, None])[:, 0], logprobs.topk(TOP)
-                for own_value, *top in zip(values.tolist(), ids.tolist(), best.tolist(), strict=True):
-                    rows.append((own_value, list(zip(*top, strict=True))))
+                for row, one in enumerate(zip(values.tolist(), ids.tolist(), best.tolist(), strict=True)):
+                    own_wanted = wanted[len(rows)] if wanted else []
+                    rows.append((one[0], list(zip(one[1], one[2], strict=True)), logprobs[row, own_wanted].tolist()))
         heartbeat.beat()
         every = iter(rows)
         for _, answer in part:
-            values, tops = zip(*(next(every) for _ in answer), strict=True)
-            found.append(Scores(list(values), list(tops)))
+            values, tops, more = zip(*(next(every) for _ in answer), strict=True)
+            found.append(Scores(list(values), list(tops), list(more)))
     return found
 
 

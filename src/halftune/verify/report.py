@@ -12,7 +12,7 @@ from typing import Any, Literal
 from halftune.verify.answers import Followed, follow
 from halftune.verify.conversations import conversations
 from halftune.verify.exact import Exact
-from halftune.verify.judge import UNKNOWN, Heard, judge_chat, judge_weights
+from halftune.verify.judge import Heard, judge_chat, judge_weights
 from halftune.verify.probes import Probe, Probes
 from halftune.verify.reference import Reference
 from halftune.verify.rounding import Rounding, known_causes
@@ -20,6 +20,7 @@ from halftune.verify.targets import Finding, Target
 
 _SHOWN = 12  # tokens around a difference
 _NAMED = 3  # of a list
+_UNKNOWN = ".unknown"
 _OTHER_PROMPTS = ("tokens.differ", "tokens.count", "tokens.variables", "tokens.bos_twice", "tokens.bos_added")
 
 Answer = Literal["same", "differs", "not known"]
@@ -49,8 +50,9 @@ class Report:
         probes: how many were compared.
         lines: what was seen, one line a step.
         findings: what differs, in the order of the steps.
-        numbers: ``to_trained``, ``to_base`` (mean |difference| in nats a token), ``place`` (0 base, 1 trained),
-            ``expected`` (by rounding), ``covered`` (share of the answers' tokens that were compared); None: not known.
+        numbers: ``to_trained``, ``to_base`` (mean |difference| in nats a token), ``place`` (0 base, 1 trained), ``kl``
+            (nats a token), ``agreement`` (of the likeliest token), ``expected`` (by rounding), ``covered`` (share of
+            the answers' tokens that were compared); None: not known.
         unknown: what could not be compared; their codes end in ``.unknown``.
         asked: the questions, which are the beginnings of codes: ``tokens``, ``stops``, ``weights`` …
     """
@@ -129,14 +131,14 @@ def compare(reference: Reference, exact: Exact | str, target: Target, files: Fil
     questions += ["processor"] * files.media + ["chat"] * client
     named = [_explained(one, target.kind) for one in dict.fromkeys(found)]
     unknown = [one for one in named if _is_unknown(one)]
-    lines += [("not compared", f"{one.code.removesuffix(UNKNOWN)}: {one.what}") for one in unknown]
+    lines += [("not compared", f"{one.code.removesuffix(_UNKNOWN)}: {one.what}") for one in unknown]
     differing = [one for one in named if one not in unknown]
     name = str(reference.folder)
     return Report(name, target.name, len(probes.probes), lines, differing, numbers, unknown, questions)
 
 
 def _is_unknown(found: Finding) -> bool:
-    return found.code.endswith(UNKNOWN)
+    return found.code.endswith(_UNKNOWN)
 
 
 def _heard(probes: Sequence[Probe], target: Target, tokenizer: Any, tie: float, *, chat: bool) -> Heard:

@@ -9,23 +9,23 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 import yaml
 
-from halftune.verify.distances import Rows, mean
 from halftune.verify.exact import Exact, memory_needed
 from halftune.verify.measure import Scores, score
 from halftune.verify.probes import Probe, Probes
+from halftune.verify.targets import Seen
 from halftune.verify.targets.folder import load_plain
 
 FACTOR = 2.0  # times the measured rounding is still called rounding
 _ONE_COPY = 3  # bytes in memory for a byte of weights
 _LEAST = 1e-5  # nats: the digits of a file of probes
 _ASSUMED_TIE = 0.5  # nats between two tokens; bf16 was seen to swap tokens 0.25 nats apart
-_NEARER = 0.5  # of a server's distance to fp32: so near to a computation in 16 bits, it is one
-_WEIGHTS = "bf16 weights"  # with sums in fp32
-_UNNAMED = (_WEIGHTS, "bf16", "fp16")  # what a server that names no format may compute in
+_ALIKE = 0.2  # correlation of a server's deviations with those of 16 bits computed here
+_GRID, _ON_GRID = 2.0**-12, 0.5  # of logits in 16 bits; share of differences that lie on it
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _BLOCKS = {"q8_0": 32, "nf4": 64, "q4": 32}  # weights that share a scale; other formats have one for a row
 _LEVELS = {"nf4": 7, "q4": 7}  # on each side of zero; others 127
@@ -37,11 +37,10 @@ class Rounding:
 
     Attributes:
         probes: with the log-probabilities that targets are compared with: the result's in fp32 where they are measured.
-        usual: nats a token; of a server that names no format: of weights in bf16, with sums in fp32.
+        usual: nats a token.
         tie: lead of a token in nats up to which rounding may choose another one.
         words: how ``usual`` was found.
-        halves: log-probabilities ``[P][T]`` of computations in 16 bits, each with its bound, for a server that names
-            no format.
+        halves: deviations ``[P][T]`` of computations in 16 bits, each with its bound; for servers that do not say.
         kept: distance of the result's files to what training kept, where that is more than rounding.
         measured: whether ``usual`` is measured.
     """
@@ -50,20 +49,23 @@ class Rounding:
     usual: float
     tie: float
     words: str
-    halves: Sequence[tuple[Rows, float]] = ()
+    halves: Sequence[tuple[list[list[float]], float]] = ()
     kept: float | None = None
     measured: bool = True
 
-    @property
-    def widest(self) -> float:
-        """Nats a token by the coarsest format that a target may have."""
-        return max([self.usual, *(most for _, most in self.halves)])
-
-    def bound(self, seen: Rows) -> float:
-        """Nats a token for these numbers: more where they are those of a computation in 16 bits."""
-        apart = mean(_apart(seen, [one.logprobs for one in self.probes.probes]))
-        near = [most for rows, most in self.halves if mean(_apart(seen, rows)) < _NEARER * apart]
-        return max([self.usual, *near])
+    def bound(self, seen: Seen) -> float:
+        """Nats a token for these numbers: more if they show that they were computed in 16 bits."""
+        rows = [own[: len(one.answer)] for own, one in zip(seen.logprobs, self.probes.probes, strict=False)]
+        exact = [one.logprobs[: len(own)] for own, one in zip(rows, self.probes.probes, strict=False)]
+        apart = _flat(rows) - _flat(exact)
+        steps = np.array(seen.steps) / _GRID
+        on_grid = len(steps) > 0 and float((np.abs(steps - steps.round()) < 0.05).mean()) > _ON_GRID
+        found = [self.usual]
+        for deviations, most in self.halves:
+            cut = _flat([one[: len(own)] for one, own in zip(deviations, rows, strict=False)])
+            if on_grid or (len(cut) > 1 and cut.any() and apart.any() and np.corrcoef(cut, apart)[0, 1] > _ALIKE):
+                found.append(most)
+        return max(found)
 
 
 def measure_rounding(probes: Probes, exact: Exact | str, reference: Path, base: str, format: str) -> Rounding:
@@ -81,27 +83,29 @@ def measure_rounding(probes: Probes, exact: Exact | str, reference: Path, base: 
         return _without_fp32(probes, reference, base, format, pairs, exact)
     device = torch.device("cpu")
     whole = score(exact.model, pairs, 0, device)
-    stored = _apart(_logprobs(probes.probes), _logprobs(whole))
+    stored = _apart([one.logprobs for one in probes.probes], whole)
     changes: list[dict[str, Any]] = [{"logprobs": one.logprobs, "top": one.top} for one in whole]
     if exact.before:
         with exact.at(0) as model:
             for change, own in zip(changes, score(model, pairs, 0, device), strict=True):
                 change["base"] = own.logprobs
     made: list[Probe] = [one.model_copy(update=new) for one, new in zip(probes.probes, changes, strict=True)]
-    usual = format or _WEIGHTS
-    computed = {one: _logprobs(_computed(exact, pairs, one)) for one in ({usual, "bf16"} if format else _UNNAMED)}
-    apart = {one: _apart(rows, _logprobs(whole)) for one, rows in computed.items()}
-    bounds = {one: FACTOR * max(mean(own), _LEAST) for one, own in apart.items()}
-    expected = bounds[usual]
+    kinds = {format, "bf16"} if format else {"bf16 weights", "bf16", "fp16"}
+    own = {one: _apart(_computed(exact, pairs, one), whole) for one in kinds}
+    sizes = {one: max(_mean(apart), _LEAST) for one, apart in own.items()}
+    usual = FACTOR * sizes[format or "bf16 weights"]
+    name = f"of {format}" if format else "of weights in bf16"
+    tie = FACTOR * max(float(np.abs(_flat(one)).max()) for one in (stored, *own.values()))
     if probes.weights:  # training computed with other weights, which its files do not have
-        expected, made = expected + FACTOR * mean(stored), probes.probes
+        usual, made = usual + FACTOR * _mean(stored), probes.probes
+    allowed = FACTOR * max(sizes.values())
     return Rounding(
         probes.model_copy(update={"probes": made}),
-        expected,
-        FACTOR * max(*stored, *(one for own in apart.values() for one in own)),
-        f"{FACTOR:g} × the rounding of {usual}, measured on this result",
-        [] if format else [(computed[one], bounds[one]) for one in _DTYPES],
-        mean(stored) if mean(stored) > max(bounds.values()) and not probes.weights else None,
+        usual,
+        tie,
+        f"{FACTOR:g} × the rounding {name}, measured on this result",
+        [] if format else [(own[one], FACTOR * sizes[one]) for one in _DTYPES],
+        _mean(stored) if _mean(stored) > allowed and not probes.weights else None,
     )
 
 
@@ -114,9 +118,9 @@ def _without_fp32(probes: Probes, reference: Path, base: str, format: str, pairs
         return Rounding(probes, assumed, _ASSUMED_TIE, f"assumed, not measured: {why}", measured=False)
     model, _ = load_plain(reference, base, _DTYPES.get(probes.compute, torch.float32))
     again = score(model, pairs, 0, next(model.parameters()).device)
-    apart = _apart(_logprobs(probes.probes), _logprobs(again))
-    words = f"{FACTOR:g} × what another order of sums does; for fp32, {why}"
-    return Rounding(probes, FACTOR * max(mean(apart), _LEAST), FACTOR * max(apart), words)
+    apart = _apart([one.logprobs for one in probes.probes], again)
+    usual, tie = FACTOR * max(_mean(apart), _LEAST), FACTOR * float(np.abs(_flat(apart)).max())
+    return Rounding(probes, usual, tie, f"{FACTOR:g} × what another order of sums does; for fp32, {why}")
 
 
 def _computed(exact: Exact, pairs: Sequence[tuple[list[int], list[int]]], format: str) -> list[Scores]:
@@ -134,7 +138,7 @@ def _rounded(values: torch.Tensor, format: str) -> torch.Tensor:
     """Values as a format holds them; norms and biases stay as they are in formats of 8 bits and less."""
     if format in _DTYPES or not format:
         return values.to(_DTYPES[format])
-    if format == _WEIGHTS:
+    if format == "bf16 weights":
         return values.bfloat16().float()
     if format == "fp32" or values.ndim < 2:
         return values
@@ -149,14 +153,17 @@ def _rounded(values: torch.Tensor, format: str) -> torch.Tensor:
     return made.reshape(values.shape)
 
 
-def _apart(rows: Rows, others: Rows) -> list[float]:
-    """Distances of log-probabilities, as far as both have them."""
-    pairs = (pair for both in zip(rows, others, strict=False) for pair in zip(*both, strict=False))
-    return [abs(one - other) for one, other in pairs]
+def _apart(values: Sequence[Any], whole: Sequence[Scores]) -> list[list[float]]:
+    rows = [one.logprobs if isinstance(one, Scores) else one for one in values]
+    return [[a - b for a, b in zip(own, one.logprobs, strict=True)] for own, one in zip(rows, whole, strict=True)]
 
 
-def _logprobs(scores: Sequence[Scores | Probe]) -> Rows:
-    return [one.logprobs for one in scores]
+def _flat(rows: Sequence[Sequence[float]]) -> np.ndarray:
+    return np.array([value for row in rows for value in row], dtype=np.float64)
+
+
+def _mean(rows: Sequence[Sequence[float]]) -> float:
+    return float(np.abs(_flat(rows)).mean())
 
 
 @cache

@@ -18,9 +18,17 @@ _FREE |= {"tie_word_embeddings", "eos_token_id", "bos_token_id", "pad_token_id",
 _OF_TRAINING = ("dropout", "_pdrop", "initializer_range", "aux_loss_coef", "output_router_logits")  # ends of such keys
 _WINDOWS = {"max_window_layers", "use_sliding_window", "sliding_window"}
 _GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")  # tags that mark what is trained
-# they show how a tokenizer normalises and splits
-_TRIED = ("é e\u0301 Ａ ﬁ", "12345 3.14", " a  b\n\n\tc ", "don't I'LL", "日本語", "🙂", "[1,2];\r\n", "</s> <s>")
-_UNSCALED = {"rope_theta", "partial_rotary_factor"}  # of positions as they are counted
+# texts that show how a tokenizer normalises and splits
+_TRIED = (
+    "é e\u0301 Ａ ﬁ",
+    "12345 3.14",
+    " a  b\n\n\tc ",
+    "don't I'LL",
+    "日本語",
+    "🙂",
+    "[1,2];\r\n",
+    "<|im_end|> </s>",
+)
 _OF_SUMS = {"is_decoder", "add_cross_attention"}  # of the keys that all models have
 
 
@@ -37,8 +45,7 @@ def of_configs(expected: Any, model: Any) -> list[str]:
     except (TypeError, ValueError, AttributeError):  # a class without defaults
         known = ours.keys() | theirs.keys()
     longer = "max_position_embeddings"
-    rope = ours.get("rope_parameters")
-    if isinstance(rope, dict) and rope == theirs.get("rope_parameters") and rope.keys() <= _UNSCALED and longer in ours:
+    if ours.get("rope_parameters") == theirs.get("rope_parameters") and _is_plain(ours) and longer in ours:
         theirs[longer] = min(theirs.get(longer) or 0, ours[longer])  # more room changes no sum
     return [
         f"{key} is {theirs.get(key)} instead of {ours.get(key)}"
@@ -54,10 +61,15 @@ def _reaching(config: dict[str, Any]) -> dict[str, Any]:
         off = _WINDOWS if not any("sliding" in str(one) for one in layers) else {"max_window_layers"}
         config = {key: value for key, value in config.items() if key not in off}
     if isinstance(rope, dict) and rope.get("rope_type", "default") == "default":
-        config["rope_parameters"] = {k: v for k, v in rope.items() if k in _UNSCALED}
+        config["rope_parameters"] = {k: v for k, v in rope.items() if k in ("rope_theta", "partial_rotary_factor")}
     if isinstance(act := config.get("hidden_act"), str):
         config["hidden_act"] = {"swish": "silu"}.get(act, act)
     return config
+
+
+def _is_plain(config: dict[str, Any]) -> bool:
+    rope = config.get("rope_parameters")
+    return isinstance(rope, dict) and rope.keys() <= {"rope_theta", "partial_rotary_factor"}
 
 
 def of_templates(ours: Any, theirs: Any) -> list[Finding]:

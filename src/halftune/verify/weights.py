@@ -21,7 +21,6 @@ _ONE = 0.5 + 1e-3  # roundings of a value, in units of its last place; a tie may
 _OTHER = 0.5  # cosine of two updates below which they are of different runs
 _MOST = 0.8  # share of the trained weights that are another run's
 _NAMED = 3
-SIZES = {2: ": merged twice, or lora_alpha is doubled", 0.5: ": half of lora_alpha"}
 
 
 def compare_weights(exact: Exact, model: Any, absent: list[str]) -> list[Finding]:
@@ -140,10 +139,7 @@ def findings_of(kinds: dict[str, list[tuple[str, float]]], adapted: int, model: 
         what = f"{len(of_base)} of {adapted} weights that were trained are the base model's: {first(of_base)}"
         found.append(Finding(code, what))
     if scaled := kinds.get("scaled"):
-        size = sum(one for _, one in scaled) / len(scaled)
-        words = next((text for one, text in SIZES.items() if abs(size / one - 1) < _SCALE), "")
-        what = f"the update has {size:.2f} times its size in {len(scaled)} of {adapted} weights{words}"
-        found.append(Finding("weights.beyond" if size > 1 else "weights.between", what))
+        found.append(scaled_update([one for _, one in scaled], adapted))
     another = names.get("another", [])
     if len(another) > _MOST * adapted:
         found.append(Finding("weights.other_adapter", f"{len(another)} of {adapted} weights have another run's update"))
@@ -159,6 +155,15 @@ def findings_of(kinds: dict[str, list[tuple[str, float]]], adapted: int, model: 
         what = f"{len(rounded)} weights are off by more than one rounding: {first(rounded)}"
         found.append(Finding("weights.beyond_format", what))
     return found
+
+
+def scaled_update(sizes: list[float], of: int) -> Finding:
+    """The finding for updates of another size."""
+    size = sum(sizes) / len(sizes)
+    known = {2: ": merged twice, or lora_alpha is doubled", 0.5: ": half of lora_alpha"}
+    words = next((text for one, text in known.items() if abs(size / one - 1) < _SCALE), "")
+    what = f"the update has {size:.2f} times its size in {len(sizes)} of {of} weights{words}"
+    return Finding("weights.beyond" if size > 1 else "weights.between", what)
 
 
 def first(names: list[str]) -> str:

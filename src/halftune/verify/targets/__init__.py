@@ -9,9 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 from halftune.verify.probes import Probe, Probes
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a target says of the answers of P probes.
+
+    Attributes:
+        logprobs: ``[P]`` of the answers' log-probabilities ``[T]``; shorter where a server's own answer parts from the
+            probe's, and empty where nothing is known.
+        likeliest: ``[P]`` of the likeliest tokens ``[T]``; empty where they are not known.
+        of_top: ``[P]`` of ``[T, K]`` log-probabilities of the probe's ``top`` tokens; empty where they are not known.
+        steps: differences of log-probabilities at one place, which show in what format a server computes its logits.
+    """
+
+    logprobs: list[list[float]]
+    likeliest: list[list[int]] = field(default_factory=list)
+    of_top: list[list[list[float]]] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -33,6 +52,11 @@ class Said:
     prompt: list[int] | int | None = None
     whole: bool = True
     tops: list[dict[int | str, float]] = field(default_factory=list)
+
+    @property
+    def steps(self) -> list[float]:
+        """See ``Seen``."""
+        return [high - low for place in self.tops for low, high in pairwise(sorted(place.values()))]
 
 
 @dataclass(frozen=True)
@@ -81,7 +105,6 @@ class Target(Protocol):
         """A server's own greedy answer, of its chat endpoint or of completions; None where there is none."""
         ...
 
-    def see(self, probes: Sequence[Probe], tokenizer: Any) -> list[list[float]]:
-        """Log-probabilities ``[P][T]`` of the probes' answers; fewer than ``T`` where a server's own answer parts from
-        the probe's, none where nothing is known."""
+    def see(self, probes: Sequence[Probe], tokenizer: Any) -> Seen:
+        """Score the probes' answers."""
         ...

@@ -22,6 +22,7 @@ from halftune.model.generate import ending_ids, evaluating
 from halftune.verify.draw import render
 from halftune.verify.measure import score
 from halftune.verify.probes import Probe, Probes
+from halftune.verify.targets import Seen
 
 ADAPTER, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -76,14 +77,20 @@ class FolderTarget:
     def said(self, probe: Probe, *, chat: bool) -> None:
         """See ``Target``: it is scored instead."""
 
-    def see(self, probes: Sequence[Probe], tokenizer: Any) -> list[list[float]]:
+    def see(self, probes: Sequence[Probe], tokenizer: Any) -> Seen:
         """See ``Target``."""
         pairs = [(one.prompt, one.answer) for one in probes]
         rows = len(base_of(self.model).get_input_embeddings().weight)
         if any(token >= rows for prompt, answer in pairs for token in (*prompt, *answer)):
-            return []  # the embeddings were cut
+            return Seen([])  # the embeddings were cut
+        asked = [[[token for token, _ in place] for place in one.top] for one in probes]
         with evaluating(self.model):
-            return [one.logprobs for one in score(self.model, pairs, 0, self.device)]
+            found = score(self.model, pairs, 0, self.device, asked=asked)
+        return Seen(
+            [one.logprobs for one in found],
+            [[place[0][0] for place in one.top] for one in found],
+            [one.asked for one in found],
+        )
 
 
 def _quantised(config: Any) -> str:

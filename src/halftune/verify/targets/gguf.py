@@ -15,8 +15,8 @@ from halftune.core.optional import need
 from halftune.core.processes import heartbeat
 from halftune.model.files.load_errors import LOAD_ERRORS
 from halftune.verify.draw import render
-from halftune.verify.probes import Probe, Probes
-from halftune.verify.targets import Finding
+from halftune.verify.probes import TOP, Probe, Probes
+from halftune.verify.targets import Finding, Seen
 
 _ROOM = 64  # tokens beyond the longest probe
 _TYPES = {0: "fp32", 1: "fp16", 2: "q4", 7: "q8_0", 15: "q4", 32: "bf16"}  # llama.cpp's general.file_type
@@ -101,9 +101,9 @@ class GgufTarget:
     def said(self, probe: Probe, *, chat: bool) -> None:
         """See ``Target``: it is scored instead."""
 
-    def see(self, probes: Sequence[Probe], tokenizer: Any) -> list[list[float]]:
+    def see(self, probes: Sequence[Probe], tokenizer: Any) -> Seen:
         """See ``Target``."""
-        logprobs = []
+        logprobs, likeliest, of_top = [], [], []
         for probe in probes:
             heartbeat.beat()
             self._llama.reset()
@@ -114,4 +114,7 @@ class GgufTarget:
             values = logits - highest - np.log(np.exp(logits - highest).sum(axis=1, keepdims=True))
             places = np.arange(len(probe.answer))
             logprobs.append(values[places, probe.answer].tolist())
-        return logprobs
+            likeliest.append(values.argmax(axis=1).tolist())
+            wanted = np.array([[token for token, _ in place[:TOP]] for place in probe.top])
+            of_top.append(np.take_along_axis(values, wanted, axis=1).tolist())
+        return Seen(logprobs, likeliest, of_top)

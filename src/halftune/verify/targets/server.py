@@ -16,7 +16,7 @@ from halftune.core.processes import heartbeat
 from halftune.verify.answers import follow
 from halftune.verify.draw import render
 from halftune.verify.probes import TOP, Probe, Probes
-from halftune.verify.targets import Said
+from halftune.verify.targets import Said, Seen
 
 _SECONDS = 120.0  # for one request
 _BODY = 32 << 20  # bytes of an answer
@@ -58,12 +58,12 @@ class ServerTarget:
     def _chosen(self, model: str) -> str:
         found = self._call("/v1/models")
         try:
-            known = {str(one["id"]): one for one in found["data"]}
+            known = {str(one["id"]): (one.get("meta") or {}).get("ftype") for one in found["data"]}
         except (AttributeError, TypeError, LookupError) as error:
             raise self._error("/v1/models", "not a list of models") from error
         if model in known or (not model and len(known) == 1):
             model = model or next(iter(known))
-            self.format = self.format or _format(known[model])
+            self.format = self.format or (_FORMATS.get(str(known[model]), "q4") if known[model] else "")
             return model
         what = f"no model {model!r}" if model else "several models"
         raise ModelError(
@@ -104,25 +104,27 @@ class ServerTarget:
         """See ``Target``; the conversation as a client sends it, without variables of the template."""
         return self._said(probe, _CHAT if chat else _TEXT, {})
 
-    def see(self, probes: Sequence[Probe], tokenizer: Any) -> list[list[float]]:
+    def see(self, probes: Sequence[Probe], tokenizer: Any) -> Seen:
         """See ``Target``. Scores the answer behind the prompt where the server can; else follows its own answer."""
         if self._echoed(probes[0]) is not None:
-            return [self._echoed(one) or [] for one in probes]
+            found = [self._echoed(one) or ([], []) for one in probes]
+            return Seen([one for one, _ in found], steps=[step for _, steps in found for step in steps])
         said = [self.said(one, chat=False) or self.said(one, chat=True) for one in probes]
         if not any(said):
             raise self._error(_TEXT, self.refused)
-        pairs = zip(probes, said, strict=True)
-        return [follow(probe, one, inf, tokenizer).logprobs if one else [] for probe, one in pairs]
+        pairs = list(zip(probes, said, strict=True))
+        rows = [follow(probe, one, inf, tokenizer).logprobs if one else [] for probe, one in pairs]
+        return Seen(rows, steps=[step for one in said if one for step in one.steps])
 
-    def _echoed(self, probe: Probe) -> list[float] | None:
-        """Log-probabilities of the answer, given the prompt; None if the server does not score prompts."""
+    def _echoed(self, probe: Probe) -> tuple[list[float], list[float]] | None:
+        """Log-probabilities of the answer, given the prompt, and steps; None if the server does not score prompts."""
         asked = {"prompt": probe.prompt + probe.answer, "max_tokens": 1, "echo": True, "logprobs": TOP}
         found = self._try(_TEXT, {"model": self.model, "temperature": 0, **asked})
         try:
-            told = found["choices"][0]["logprobs"]["token_logprobs"]
-            own = told[len(probe.prompt) : len(probe.prompt) + len(probe.answer)]
+            told = found["choices"][0]["logprobs"]
+            own = told["token_logprobs"][len(probe.prompt) : len(probe.prompt) + len(probe.answer)]
             if len(own) == len(probe.answer) and all(map(_is_logprob, own)):
-                return [float(one) for one in own]
+                return [float(one) for one in own], Said("", "", [], tops=_tops(told)).steps
         except (AttributeError, TypeError, LookupError):
             pass
         return None
@@ -184,12 +186,6 @@ class ServerTarget:
 
 
 _TAKEN_OUT = {"tool_calls", "reasoning_content", "reasoning"}  # of an answer's text
-
-
-def _format(facts: dict[str, Any]) -> str:
-    """What a server says of a model's format: llama.cpp, or ``halftune serve``."""
-    kind, dtype = (facts.get("meta") or {}).get("ftype"), facts.get("dtype")
-    return _FORMATS.get(str(kind), "q4") if kind else dtype if dtype in ("fp32", "fp16", "bf16") else ""
 
 
 def _is_logprob(value: Any) -> bool:
