@@ -1,44 +1,25 @@
-"""The verdict: tokens first, then stops, then weights, then the chat endpoint; each finding has a code."""
+"""The verdict: tokens first, then stops, then weights, then rounding; each finding has a code."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from itertools import takewhile
-from math import isfinite
-from typing import Any, Literal
+from math import exp, isfinite, log
+from pathlib import Path
+from typing import Any
 
-from halftune.verify.answers import Followed, follow
-from halftune.verify.conversations import conversations
-from halftune.verify.exact import Exact
-from halftune.verify.judge import Heard, judge_chat, judge_weights
+import yaml
+
 from halftune.verify.probes import Probe, Probes
-from halftune.verify.reference import Reference
-from halftune.verify.rounding import Rounding, known_causes
-from halftune.verify.targets import Finding, Target
+from halftune.verify.targets import Finding, Seen, Target
 
 _SHOWN = 12  # tokens around a difference
 _NAMED = 3  # of a list
-_UNKNOWN = ".unknown"
-_OTHER_PROMPTS = ("tokens.differ", "tokens.count", "tokens.variables", "tokens.bos_twice", "tokens.bos_added")
-
-Answer = Literal["same", "differs", "not known"]
-
-
-@dataclass(frozen=True)
-class Files:
-    """What comparing files has found.
-
-    Attributes:
-        findings: what differs, or is not known (``….unknown``).
-        skipped: why weights were not compared one by one; None: they were.
-        media: whether the result takes images, videos or sounds.
-    """
-
-    findings: Sequence[Finding] = ()
-    skipped: str | None = ""
-    media: bool = False
+_NO_TRACE = 2.0  # the adapter is seen where trained and base are apart by this many times the rounding
+_AGREED = 0.6  # share of an honest server's own answers, or their tokens, that are the probes': rounding changes some
+_TRAINED, _BASE = 0.15, 0.15  # how far from 1 and from 0 the place between base and trained may be
 
 
 @dataclass(frozen=True)
@@ -49,12 +30,10 @@ class Report:
         reference, target: their names.
         probes: how many were compared.
         lines: what was seen, one line a step.
-        findings: what differs, in the order of the steps.
+        findings: what differs, in the order of the steps; empty: the same.
         numbers: ``to_trained``, ``to_base`` (mean |difference| in nats a token), ``place`` (0 base, 1 trained), ``kl``
             (nats a token), ``agreement`` (of the likeliest token), ``expected`` (by rounding), ``covered`` (share of
             the answers' tokens that were compared); None: not known.
-        unknown: what could not be compared; their codes end in ``.unknown``.
-        asked: the questions, which are the beginnings of codes: ``tokens``, ``stops``, ``weights`` …
     """
 
     reference: str
@@ -63,124 +42,79 @@ class Report:
     lines: list[tuple[str, str]]
     findings: list[Finding]
     numbers: dict[str, float | None] = field(default_factory=dict)
-    unknown: list[Finding] = field(default_factory=list)
-    asked: list[str] = field(default_factory=list)
 
     @property
-    def answers(self) -> dict[str, Answer]:
-        """The answer to each question."""
-        differing, unknown = ({one.code.split(".")[0] for one in some} for some in (self.findings, self.unknown))
-        return {one: "differs" if one in differing else "not known" if one in unknown else "same" for one in self.asked}
-
-    @property
-    def answer(self) -> Answer:
-        """The answer to all."""
-        return "differs" if self.findings else "not known" if self.unknown else "same"
+    def same(self) -> bool:
+        """Whether nothing differs but rounding."""
+        return not self.findings
 
     @property
     def verdict(self) -> str:
         """In words."""
         if self.findings:
             return ", ".join(dict.fromkeys(one.code for one in self.findings))
-        if self.unknown:
-            return f"not known: {', '.join(dict.fromkeys(one.code.split('.')[0] for one in self.unknown))}"
         to_trained = self.numbers.get("to_trained")
         return "same, bit for bit" if to_trained == 0 and self.numbers.get("covered") == 1 else "same, precision only"
 
     def as_data(self) -> dict[str, Any]:
         """As JSON data."""
         numbers = {name: one if one is None or isfinite(one) else None for name, one in self.numbers.items()}
-        verdict = {"same": self.answer == "same", "answer": self.answer, "answers": self.answers}
-        return {**asdict(self), "numbers": numbers, **verdict, "verdict": self.verdict}
+        return {**asdict(self), "numbers": numbers, "same": self.same, "verdict": self.verdict}
 
 
-def compare(reference: Reference, exact: Exact | str, target: Target, files: Files, rounding: Rounding) -> Report:
+def compare(
+    probes: Probes,
+    target: Target,
+    tokenizer: Any,
+    reference: str,
+    weights: Sequence[Finding] = (),
+    not_compared: str = "",
+    *,
+    media: bool = False,
+) -> Report:
     """Compare a target with a result.
 
     Args:
-        reference: the result.
-        exact: it in fp32, or why there is none.
+        probes: of the result, with ``base`` where it is known.
         target: what is compared.
-        files: what comparing files has found.
-        rounding: what it does to this result.
+        tokenizer: of the result.
+        reference: the result's name.
+        weights: what comparing files of weights has found.
+        not_compared: why the files were not compared.
+        media: whether the result takes images, videos or sounds.
     """
-    probes, tokenizer = rounding.probes, reference.tokenizer
     lines: list[tuple[str, str]] = []
+    findings = [*_tokens(probes, target, tokenizer, lines), *_stops(probes, target, tokenizer, lines)]
     numbers: dict[str, float | None] = {}
-    seen = target.see(probes.probes, tokenizer)
-    heard, chat = (_heard(probes.probes, target, tokenizer, rounding.tie, chat=chat) for chat in (False, True))
-    found = _tokens(probes, target, tokenizer, lines)
-    rendered = not any(one.code in _OTHER_PROMPTS for one in found)
-    weights = [one for one in files.findings if one.code.startswith("weights.")]
-    beside = [one for one in files.findings if one not in weights]
-    judged = judge_weights(
-        rounding, seen, heard or chat, exact, compared=files.skipped is None, lines=lines, numbers=numbers
-    )
-    weights = weights or judged
-    client = target.kind == "server" and any(one.messages for one in probes.probes)
-    asked = judge_chat(rounding, chat, target, lines, prompts=rendered) if client else []
-    # another model's answers end elsewhere
-    sides = [(heard, all(map(_is_unknown, weights))), (chat, rendered and all(map(_is_unknown, asked)))]
-    ends = [one for side, own in sides if own for _, _, one in side]
-    found += [*_stops(probes, target, tokenizer, lines, ends), *weights, *asked, *beside]
-    if files.skipped:
-        lines.append(("files", f"weights are not compared one by one: {files.skipped}"))
-    if files.media and files.skipped is not None:
-        found.append(Finding("processor.unknown", "probes are texts: answers to images, videos and sounds"))
-    questions = ["tokens", "stops", "weights"] + ["base"] * (target.kind == "adapter")
-    questions += ["processor"] * files.media + ["chat"] * client
-    named = [_explained(one, target.kind) for one in dict.fromkeys(found)]
-    unknown = [one for one in named if _is_unknown(one)]
-    lines += [("not compared", f"{one.code.removesuffix(_UNKNOWN)}: {one.what}") for one in unknown]
-    differing = [one for one in named if one not in unknown]
-    name = str(reference.folder)
-    return Report(name, target.name, len(probes.probes), lines, differing, numbers, unknown, questions)
-
-
-def _is_unknown(found: Finding) -> bool:
-    return found.code.endswith(_UNKNOWN)
-
-
-def _heard(probes: Sequence[Probe], target: Target, tokenizer: Any, tie: float, *, chat: bool) -> Heard:
-    """A server's own answers that can be followed."""
-    pairs = [(one, target.said(one, chat=chat)) for one in probes]
-    return [(one, said, follow(one, said, tie, tokenizer)) for one, said in pairs if said and said.whole]
+    findings += _weights(probes, target, tokenizer, lines, numbers, weights)
+    if not_compared:
+        lines.append(("files", f"weights are not compared one by one: {not_compared}"))
+    if media:
+        lines.append(("media", "probes are texts: answers to images, videos and sounds are not compared"))
+    named = [_explained(one, target.kind) for one in findings]
+    return Report(reference, target.name, len(probes.probes), lines, named, numbers)
 
 
 def _tokens(probes: Probes, target: Target, tokenizer: Any, lines: list[tuple[str, str]]) -> list[Finding]:
-    counted, known, differing, silent = 0, 0, list[tuple[Probe, list[int]]](), 0
-    every = [*probes.probes, *conversations(probes, tokenizer)]
-    for probe in every:
+    counted, known, differing = 0, 0, list[tuple[Probe, list[int]]]()
+    for probe in probes.probes:
         found = target.tokens(probe, probes, tokenizer)
-        known += found is not None
-        if isinstance(found, list) and found != probe.prompt:
-            differing.append((probe, found))
+        if isinstance(found, list):
+            known += 1
+            if found != probe.prompt:
+                differing.append((probe, found))
         elif isinstance(found, int):
+            known += 1
             counted += found != len(probe.prompt)
-        elif found is None and probe.messages is not None:
-            silent += 1
-    total = len(every)
+    total = len(probes.probes)
     if counted:
-        lines.append(("tokens", f"another number in {counted} of {total} prompts"))
+        lines.append(("tokens", f"another number in {counted} of {total} probes"))
         return [Finding("tokens.count", f"the server counts other tokens in {counted} of {total} prompts")]
-    if differing:
-        lines.append(("tokens", f"differ in {len(differing)} of {total} prompts"))
-        return [_differing(*differing[0], probes.bos, tokenizer)]
-    lines.append(("tokens", f"the same in {known} of {total} prompts" if known else "not known"))
-    if silent:
-        return [Finding("tokens.unknown", f"it does not tell the tokens of {silent} of {total} prompts")]
-    return _variables(probes, target, tokenizer)
-
-
-def _variables(probes: Probes, target: Target, tokenizer: Any) -> list[Finding]:
-    """Whether a client that does not know the variables of the chat template gets the same prompts."""
-    plain = probes.model_copy(update={"variables": {}})
-    asked = [one for one in probes.probes if one.messages is not None] if probes.variables else []
-    found = [target.tokens(one, plain, tokenizer) for one in asked]
-    apart = sum(ids not in (None, one.prompt, len(one.prompt)) for ids, one in zip(found, asked, strict=True))
-    names = ", ".join(probes.variables)
-    what = f"{apart} of {len(asked)} prompts are others where a client does not send chat_template_kwargs: {names}"
-    return [Finding("tokens.variables", what)] if apart else []
+    if not differing:
+        lines.append(("tokens", f"the same in {known} of {total} probes" if known else "not known"))
+        return []
+    lines.append(("tokens", f"differ in {len(differing)} of {total} probes"))
+    return [_differing(*differing[0], probes.bos, tokenizer)]
 
 
 def _differing(probe: Probe, found: list[int], bos: int | None, tokenizer: Any) -> Finding:
@@ -205,38 +139,148 @@ def _first_difference(ours: list[int], theirs: list[int], tokenizer: Any) -> str
     return f"from token {same + 1}, after {before!r}: {there!r} instead of {here!r}"
 
 
-def _stops(
-    probes: Probes, target: Target, tokenizer: Any, lines: list[tuple[str, str]], said: list[Followed]
-) -> list[Finding]:
+def _stops(probes: Probes, target: Target, tokenizer: Any, lines: list[tuple[str, str]]) -> list[Finding]:
     used = {one.answer[-1] for one in probes.probes if one.ended}
-    listed = target.stops(probes, tokenizer)
-    ends = Counter(one.end for one in said)
-    found = []
-    if listed is not None:
-        more, missing = sorted(listed - set(probes.stops)), sorted(used - listed)
-        found += [Finding("stops.missing", f"answers do not end at {_names(missing, tokenizer)}")] if missing else []
-        what = f"answers also end at {len(more)} other tokens: {_names(more, tokenizer)}"
-        found += [Finding("stops.more", what)] if more else []
-    if ends["missing"]:
-        what = f"{ends['missing']} of {len(said)} answers go on where training's end"
-        found.append(Finding("stops.missing", what))
-    if ends["cut"]:
-        found.append(Finding("stops.cut", f"{ends['cut']} of {len(said)} answers end too early"))
-    same = listed is not None and (used or listed == set(probes.stops))
-    if not found and not same and not ends["ended"]:
-        what = "no answer's end could be compared" if used else "no answer ended in the probes"
-        found.append(Finding("stops.unknown", what))
-    lines.insert(1, ("stops", "; ".join(one.what for one in found) or f"the same: {_names(sorted(used), tokenizer)}"))
+    found = target.stops(probes, tokenizer)
+    if found is None or not used:
+        lines.append(("stops", "not known" if used else "no answer ended in the probes"))
+        return []
+    if target.kind == "folder" and (more := sorted(found - set(probes.stops))):
+        names = ", ".join(repr(tokenizer.decode([one])) for one in more[:_NAMED])
+        lines.append(("stops", f"{len(more)} more: {names}"))
+        return [Finding("stops.more", f"answers also end at {len(more)} other tokens: {names}")]
+    if not (missing := sorted(used - found)):
+        lines.append(("stops", f"the same: {', '.join(tokenizer.decode([one]) for one in sorted(used))}"))
+        return []
+    names = ", ".join(f"{tokenizer.decode([one])!r} ({one})" for one in missing)
+    lines.append(("stops", f"missing: {names}"))
+    return [Finding("stops.missing", f"answers do not end at {names}")]
+
+
+def _weights(
+    probes: Probes,
+    target: Target,
+    tokenizer: Any,
+    lines: list[tuple[str, str]],
+    numbers: dict[str, float | None],
+    weights: Sequence[Finding],
+) -> list[Finding]:
+    seen = target.see(probes.probes, tokenizer)
+    formats = (target.format, probes.compute, probes.weights or probes.compute)
+    expected = max(map(_rounding, formats))
+    numbers |= _distances(probes, seen) | {"expected": expected}
+    if numbers["to_trained"] is None:
+        return list(weights) or _texts(probes, seen, tokenizer, lines)
+    shown = [f"distance to trained {numbers['to_trained']:.2g} nats a token"]
+    shown += [f"to base {numbers['to_base']:.2g}"] if numbers["to_base"] is not None else []
+    shown += [f"KL {numbers['kl']:.2g}"] if numbers["kl"] is not None else []
+    shown += [f"the same likeliest token in {numbers['agreement']:.1%}"] if numbers["agreement"] is not None else []
+    lines.append(("weights", " · ".join(shown)))
+    lines.append(("rounding", f"up to {expected:.2g} nats a token are expected"))
+    covered = numbers["covered"] or 0.0
+    if covered < 1:
+        lines.append(("answers", f"its own answers are the trained model's in {covered:.0%} of the tokens"))
+    found = list(weights) or _judged(numbers, expected)
+    if not found and covered < _AGREED:
+        return [
+            Finding("weights.differ", f"it gives other answers: {covered:.0%} of the tokens are the trained model's")
+        ]
     return found
 
 
-def _names(tokens: Sequence[int], tokenizer: Any) -> str:
-    return ", ".join(f"{tokenizer.decode([one])!r} ({one})" for one in tokens[:_NAMED])
+def _judged(numbers: dict[str, float | None], expected: float) -> list[Finding]:
+    """What the distances say."""
+    to_trained, apart, place = numbers["to_trained"] or 0.0, numbers["apart"], numbers["place"]
+    told = apart is not None and apart >= _NO_TRACE * expected  # trained and base can be told apart
+    if to_trained <= expected and (not told or to_trained < (apart or 0.0) / 4 or abs((place or 0.0) - 1) <= _TRAINED):
+        if apart is not None and not told and to_trained > (numbers["to_base"] or 0.0):
+            what = f"trained and base are {apart:.2g} nats apart, which rounding hides"
+            return [Finding("weights.unknown", f"{what}; it is nearer to the base")]
+        return []
+    if apart is None or place is None or not told:
+        return [Finding("weights.differ", f"{to_trained:.2g} nats a token from the trained model")]
+    if abs(place) <= _BASE and (numbers["to_base"] or 0.0) < apart / 4 + expected:
+        return [Finding("weights.base", "it computes the base model")]
+    if place > 1 + _TRAINED:
+        return [Finding("weights.beyond", f"the update of training has {place:.2f} times its size")]
+    if place < 1 - _TRAINED and (numbers["off_line"] or 0.0) < 1:
+        return [Finding("weights.between", f"it stands at {place:.0%} of the way from base to trained")]
+    return [Finding("weights.differ", f"{to_trained:.2g} nats a token from the trained model, for another reason")]
+
+
+def _texts(probes: Probes, seen: Seen, tokenizer: Any, lines: list[tuple[str, str]]) -> list[Finding]:
+    """Answers alone: a server without log-probabilities."""
+    expected = [str(tokenizer.decode(one.answer, skip_special_tokens=True)).strip() for one in probes.probes]
+    same = sum(text.strip() == one for text, one in zip(seen.texts, expected, strict=False))
+    lines.append(("weights", f"no log-probabilities; the same greedy answer to {same} of {len(expected)} probes"))
+    if same >= _AGREED * len(expected):
+        return []
+    return [Finding("weights.differ", f"it answers {len(expected) - same} of {len(expected)} probes otherwise")]
+
+
+def _distances(probes: Probes, seen: Seen) -> dict[str, float | None]:
+    """See ``Report.numbers``; ``apart`` is the distance of trained and base, ``off_line`` of the target from the line
+    between them, as a share of that."""
+    found: dict[str, float | None] = dict.fromkeys(
+        ("to_trained", "to_base", "place", "kl", "agreement", "apart", "off_line", "covered")
+    )
+    rows = []
+    for probe, values in zip(probes.probes, seen.logprobs, strict=False):
+        base = probe.base or [None] * len(values)
+        rows += list(zip(values, probe.logprobs, base, strict=False))
+    if not rows:
+        return found
+    found["covered"] = len(rows) / sum(len(probe.answer) for probe in probes.probes)
+    found["to_trained"] = _mean(abs(own - trained) for own, trained, _ in rows)
+    if all(base is not None for _, _, base in rows):
+        moved = [(own - base, trained - base) for own, trained, base in rows if base is not None]
+        whole = sum(trained**2 for _, trained in moved)
+        found["to_base"] = _mean(abs(own) for own, _ in moved)
+        found["apart"] = _mean(abs(trained) for _, trained in moved)
+        if whole:
+            place = found["place"] = sum(own * trained for own, trained in moved) / whole
+            found["off_line"] = (sum((own - place * trained) ** 2 for own, trained in moved) / whole) ** 0.5
+    pairs = [
+        (own, place[0][0])
+        for probe, likeliest in zip(probes.probes, seen.likeliest, strict=False)
+        for own, place in zip(likeliest, probe.top, strict=False)
+    ]
+    if pairs:
+        found["agreement"] = _mean(own == ours for own, ours in pairs)
+    if seen.of_top:
+        found["kl"] = _mean(
+            _kl([value for _, value in place], own)
+            for probe, rows_of in zip(probes.probes, seen.of_top, strict=True)
+            for place, own in zip(probe.top, rows_of, strict=True)
+        )
+    return found
+
+
+def _kl(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """KL divergence of the likeliest tokens' probabilities, and of all others together; at most the whole one's."""
+    p, q = [exp(one) for one in ours], [exp(one) for one in theirs]
+    p, q = [*p, max(1 - sum(p), 1e-9)], [*q, max(1 - sum(q), 1e-9)]
+    return max(sum(one * log(one / max(other, 1e-30)) for one, other in zip(p, q, strict=True)), 0.0)
+
+
+def _mean(values: Any) -> float:
+    found = [float(one) for one in values]
+    return sum(found) / len(found)
+
+
+def _rounding(format: str) -> float:
+    known = _causes()
+    return known["formats"].get(format, known["unknown"])
 
 
 def _explained(found: Finding, kind: str) -> Finding:
     """With the first cause that is known for it."""
-    for one in known_causes()["causes"]:
+    for one in _causes()["causes"]:
         if one["code"] == found.code and one.get("kind", kind) == kind and not found.cause:
             return Finding(found.code, found.what, one["text"], one["remedy"], one.get("source", ""))
     return found
+
+
+@cache
+def _causes() -> dict[str, Any]:
+    return yaml.safe_load((Path(__file__).parent / "causes.yaml").read_text(encoding="utf-8"))

@@ -3,70 +3,114 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
+from halftune.config.facts.folder import read_json
 from halftune.core.processes import heartbeat
-from halftune.verify.exact import Exact
-from halftune.verify.settings import of_configs
 from halftune.verify.targets import Finding
+from halftune.verify.targets.folder import ADAPTER, WEIGHTS, FolderTarget, base_folder, base_of, load_plain
 
 _SCALE = 0.1  # how far from 0 and from 1 the size of an update may be
 _ROUNDED_TWICE = 0.005  # share of a tensor's elements that are off by more than one rounding
 _ROUNDINGS = 5.0  # last places that several roundings move, of the value and of a usual update
-_ONE_WAY = 0.5  # last places by which a tensor's elements grow or shrink on average: rounding goes both ways
 _TINY = 2.0**-24  # the smallest number of fp16: what a format between may have lost
 _ONE = 0.5 + 1e-3  # roundings of a value, in units of its last place; a tie may go either way
-_OTHER = 0.5  # cosine of two updates below which they are of different runs
-_MOST = 0.8  # share of the trained weights that are another run's
 _NAMED = 3
+# keys of config.json that change no number, or that other findings name
+_FREE = {"dtype", "torch_dtype", "transformers_version", "use_cache", "architectures", "_name_or_path", "vocab_size"}
+_FREE |= {"tie_word_embeddings", "eos_token_id", "bos_token_id", "pad_token_id", "_attn_implementation"}
+_OF_TRAINING = ("dropout", "_pdrop", "initializer_range", "aux_loss_coef", "output_router_logits")  # ends of such keys
+# keys of adapter_config.json that change what the adapter computes
+_SCALES = ("lora_alpha", "r", "use_rslora", "alpha_pattern", "rank_pattern", "use_dora", "fan_in_fan_out")
 
 
-def compare_weights(exact: Exact, model: Any, absent: list[str]) -> list[Finding]:
-    """Compare a model's weights with the result's, merged in fp32.
+def compare_weights(
+    reference: Path, target: FolderTarget, base: str = "", *, quantised: bool = False
+) -> tuple[list[Finding], str]:
+    """Compare a folder's weights with a result's: an adapter's files, or the merged weights in fp32.
+
+    Also says why they were not compared one by one; empty if they were.
 
     Args:
-        exact: the result.
-        model: what is compared, not quantised.
-        absent: weights that its files lack.
+        reference: folder of the result.
+        target: what is compared; not an adapter if the reference is none.
+        base: the base model of adapters whose own cannot be found.
+        quantised: the result was trained on quantised weights, which its files do not have.
+
+    Raises:
+        ModelError: the reference cannot be loaded.
     """
-    changed = of_configs(exact.model.config, model.config)
-    findings = [Finding("weights.config", ", ".join(changed))] if changed else []
+    if target.kind == "adapter":
+        return _of_adapters(reference, target) if (reference / ADAPTER).is_file() else ([], "the result is no adapter")
+    model = base_of(target.model)
+    if quantised or getattr(model.config, "quantization_config", None) is not None:
+        return [], "one side is quantised"
+    needed = 8 * sum(one.numel() for one in model.parameters())
+    if needed > psutil.virtual_memory().available:
+        return [], f"that needs {needed / 2**30:.1f} GiB of memory"
+    expected, before = _expected(reference, base)
+    findings = [*_of_configs(expected, model), *_of_heads(expected, model, target.absent)]
     kinds: dict[str, list[tuple[str, float]]] = defaultdict(list)
-    ours, theirs = exact.model.state_dict(), dict(model.state_dict())
-    for name, tensor in ours.items():
+    theirs = dict(model.state_dict())
+    for name, tensor in expected.state_dict().items():
         heartbeat.beat()
-        if name in theirs and name not in absent and tensor.is_floating_point():
-            kind, size = kind_of(theirs[name].cpu(), tensor, exact.before.get(name))
-            kinds[kind].append((name, size))
-    names = ours.keys() ^ theirs.keys()
-    findings += _of_heads(exact.model, model, kinds) + _of_names(absent, sorted(names))
-    return findings + findings_of(kinds, len(exact.before), model)
+        if name not in theirs or name in target.absent or not tensor.is_floating_point():
+            continue
+        kind, size = _judged(theirs[name].cpu(), tensor, before.get(name))
+        kinds[kind].append((name, size))
+    return findings + _findings(kinds, len(before), model), ""
 
 
-def _of_heads(expected: Any, model: Any, kinds: dict[str, list[tuple[str, float]]]) -> list[Finding]:
-    """A head that is tied to the embeddings in one of the two only, and is not the same there."""
+def _expected(reference: Path, base: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The result's model in fp32, merged, and the base's weights that the adapter changes."""
+    loaded, _ = load_plain(reference, base, torch.float32)
+    loaded = loaded.cpu()
+    if not isinstance(loaded, PeftModel):
+        return loaded, {}
+    plain, _ = load_plain(base_folder(reference, base), dtype=torch.float32)
+    before = dict(plain.cpu().state_dict())
+    merged: Any = loaded.merge_and_unload()  # pyright: ignore[reportCallIssue]
+    after = merged.state_dict()
+    return merged, {name: one for name, one in before.items() if _changed(one, after.get(name))}
+
+
+def _changed(before: torch.Tensor, after: torch.Tensor | None) -> bool:
+    """Whether training moved a weight; False for one with new rows, whose update has no size."""
+    return after is not None and before.shape == after.shape and not before.equal(after)
+
+
+def _of_configs(expected: Any, model: Any) -> list[Finding]:
+    """Keys of config.json that change what the model computes."""
+    ours, theirs = (one.config.get_text_config().to_dict() for one in (expected, model))
+    changed = [
+        f"{key} is {theirs.get(key)} instead of {ours.get(key)}"
+        for key in sorted(ours.keys() | theirs.keys())
+        if key not in _FREE and not key.endswith(_OF_TRAINING) and ours.get(key) != theirs.get(key)
+    ]
+    return [Finding("weights.config", ", ".join(changed))] if changed else []
+
+
+def _of_heads(expected: Any, model: Any, absent: list[str]) -> list[Finding]:
+    """Weights that the files lack, and a head that is tied to the embeddings in one of the two only."""
     ties = [bool(getattr(one.config.get_text_config(), "tie_word_embeddings", False)) for one in (expected, model)]
-    head = model.get_output_embeddings()
-    own = {name for name, one in model.named_parameters(remove_duplicate=False) if head and one is head.weight}
-    if ties[0] == ties[1] or own & {name for name, _ in kinds["same"]}:
-        return []
-    words = ("a tied head", "a head of its own")
-    return [Finding("weights.head", f"{words[ties[0]]} instead of {words[not ties[0]]}")]
-
-
-def _of_names(absent: list[str], other: list[str]) -> list[Finding]:
     found = []
+    if ties[0] != ties[1]:
+        words = ("a tied head", "a head of its own")
+        found.append(Finding("weights.head", f"{words[ties[0]]} instead of {words[not ties[0]]}"))
     if absent:
-        what = f"{len(absent)} weights are not in its files and are random there: {first(absent)}"
+        what = f"{len(absent)} weights are not in its files and are random there: {_first(absent)}"
         found.append(Finding("weights.absent", what))
-    if other:
-        found.append(Finding("weights.differ", f"only one of both has {len(other)} weights: {first(other)}"))
     return found
 
 
-def kind_of(theirs: torch.Tensor, ours: torch.Tensor, base: torch.Tensor | None) -> tuple[str, float]:
+def _judged(theirs: torch.Tensor, ours: torch.Tensor, base: torch.Tensor | None) -> tuple[str, float]:
     """How a tensor differs from the one in fp32, and the size of the update in it where it has another."""
     if theirs.shape != ours.shape:
         return "shape", 0.0
@@ -82,25 +126,15 @@ def kind_of(theirs: torch.Tensor, ours: torch.Tensor, base: torch.Tensor | None)
     if _turned(theirs_32, ours, allowed):
         return "transposed", 0.0
     if base is not None:
-        kind, size = of_update(theirs_32 - base, ours - base, 2 * float(places.double().norm()))
-        if kind != "same":
-            return kind, size
-    steps = (theirs_32 - ours) / allowed * _ROUNDINGS
-    one_way = max(abs(float((steps * sign).mean())) for sign in (1, ours.sign()))
-    return ("rounded", 1.0) if near and one_way <= _ONE_WAY else ("other", 0.0)
-
-
-def of_update(moved: torch.Tensor, wanted: torch.Tensor, noise: float) -> tuple[str, float]:
-    """What an update is beside that of training, and its size: ``base``, ``scaled``, ``another``; else ``same``."""
-    moved, wanted = moved.flatten().double(), wanted.flatten().double()
-    length = float(wanted.norm())
-    size = float(moved @ wanted) / max(length**2, 1e-300)
-    if float((moved - size * wanted).norm()) <= noise + 0.1 * length * max(abs(size), 1):
-        if abs(size) <= _SCALE:
-            return "base", size
-        return ("scaled" if abs(size - 1) > _SCALE else "same"), size
-    own = float(moved.norm())
-    return ("another" if own > noise + 0.1 * length and abs(size) * length < _OTHER * own else "same"), size
+        moved, wanted = (theirs_32 - base).flatten().double(), (ours - base).flatten().double()
+        size = float(moved @ wanted / (wanted @ wanted))
+        noise = float(places.double().norm())
+        if float((moved - size * wanted).norm()) <= 2 * noise + 0.1 * float(wanted.norm()) * max(abs(size), 1):
+            if abs(size) <= _SCALE:
+                return "base", size
+            if abs(size - 1) > _SCALE:
+                return "scaled", size
+    return ("rounded", 1.0) if near else ("other", 0.0)
 
 
 def _allowed(ours: torch.Tensor, base: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -126,47 +160,63 @@ def _last_place(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.ldexp(torch.full_like(values, limits.eps), exponent - 1)
 
 
-def findings_of(kinds: dict[str, list[tuple[str, float]]], adapted: int, model: Any = None) -> list[Finding]:
-    """One finding for each way in which tensors differ; ``model`` tells which of them are embeddings."""
+def _findings(kinds: dict[str, list[tuple[str, float]]], adapted: int, model: Any) -> list[Finding]:
+    """One finding for each way in which tensors differ."""
     found = []
     names = {kind: [name for name, _ in some] for kind, some in kinds.items()}
     if shapes := names.get("shape"):
-        found.append(Finding("weights.shape", f"{len(shapes)} weights have another shape: {first(shapes)}"))
+        found.append(Finding("weights.shape", f"{len(shapes)} weights have another shape: {_first(shapes)}"))
     if turned := names.get("transposed"):
-        found.append(Finding("weights.transposed", f"{len(turned)} weights are transposed: {first(turned)}"))
+        found.append(Finding("weights.transposed", f"{len(turned)} weights are transposed: {_first(turned)}"))
     if of_base := names.get("base"):
         code = "weights.base" if len(of_base) == adapted else "weights.between"
-        what = f"{len(of_base)} of {adapted} weights that were trained are the base model's: {first(of_base)}"
+        what = f"{len(of_base)} of {adapted} weights that were trained are the base model's: {_first(of_base)}"
         found.append(Finding(code, what))
     if scaled := kinds.get("scaled"):
-        found.append(scaled_update([one for _, one in scaled], adapted))
-    another = names.get("another", [])
-    if len(another) > _MOST * adapted:
-        found.append(Finding("weights.other_adapter", f"{len(another)} of {adapted} weights have another run's update"))
-        another = []
-    if others := [*names.get("other", ()), *another]:
-        ends = (model.get_input_embeddings(), model.get_output_embeddings()) if model else ()
-        embedded = {id(one.weight) for one in ends if one}
-        named = model.named_parameters(remove_duplicate=False) if model else ()
-        places = {name for name, one in named if id(one) in embedded}
+        size = sum(one for _, one in scaled) / len(scaled)
+        what = f"the update has {size:.2f} times its size in {len(scaled)} of {adapted} weights"
+        found.append(Finding("weights.beyond" if size > 1 else "weights.between", what))
+    if others := names.get("other"):
+        embedded = {id(one.weight) for one in (model.get_input_embeddings(), model.get_output_embeddings()) if one}
+        places = {name for name, one in model.named_parameters(remove_duplicate=False) if id(one) in embedded}
         code = "weights.embeddings" if set(others) <= places else "weights.differ"
-        found.append(Finding(code, f"{len(others)} weights differ: {first(others)}"))
+        found.append(Finding(code, f"{len(others)} weights differ: {_first(others)}"))
     if rounded := names.get("rounded"):
-        what = f"{len(rounded)} weights are off by more than one rounding: {first(rounded)}"
+        what = f"{len(rounded)} weights are off by more than one rounding: {_first(rounded)}"
         found.append(Finding("weights.beyond_format", what))
     return found
 
 
-def scaled_update(sizes: list[float], of: int) -> Finding:
-    """The finding for updates of another size."""
-    size = sum(sizes) / len(sizes)
-    known = {2: ": merged twice, or lora_alpha is doubled", 0.5: ": half of lora_alpha"}
-    words = next((text for one, text in known.items() if abs(size / one - 1) < _SCALE), "")
-    what = f"the update has {size:.2f} times its size in {len(sizes)} of {of} weights{words}"
-    return Finding("weights.beyond" if size > 1 else "weights.between", what)
+def _of_adapters(reference: Path, target: FolderTarget) -> tuple[list[Finding], str]:
+    """Settings and tensors of two adapters; a tensor for which peft makes no module counts as missing."""
+    ours, theirs = read_json(reference / ADAPTER), read_json(target.folder / ADAPTER)
+    changed = [
+        f"{key} is {theirs.get(key)} instead of {ours.get(key)}" for key in _SCALES if ours.get(key) != theirs.get(key)
+    ]
+    found = [Finding("weights.beyond", ", ".join(changed))] if changed else []
+    try:
+        first, second = (load_file(folder / WEIGHTS) for folder in (reference, target.folder))
+    except (OSError, SafetensorError):
+        return found, f"one has no {WEIGHTS}"
+    prefix = str(target.model.base_model.prefix)  # lora_
+    used = get_peft_model_state_dict(target.model, save_embedding_layers=False).keys()
+    second = {name: one for name, one in second.items() if prefix not in name or name in used}
+    if more := sorted(second.keys() - first.keys()):
+        found.append(Finding("weights.differ", f"{len(more)} tensors of another adapter: {_first(more)}"))
+    if missing := sorted(first.keys() - second.keys()):
+        what = f"{len(missing)} of {len(first)} tensors of the adapter are missing: {_first(missing)}"
+        found.append(Finding("weights.between", what))
+    other = [
+        name
+        for name in sorted(first.keys() & second.keys())
+        if first[name].shape != second[name].shape or _judged(second[name], first[name].float(), None)[0] != "same"
+    ]
+    if other:
+        what = f"{len(other)} of {len(first)} tensors of the adapter differ: {_first(other)}"
+        found.append(Finding("weights.differ", what))
+    return found, ""
 
 
-def first(names: list[str]) -> str:
-    """The first names of a list."""
+def _first(names: list[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more

@@ -28,7 +28,6 @@ compares the page with the program.
 | 0 | success |
 """
 REST = """\
-| 7 | `halftune verify`: not known; something could not be compared |
 | 70 | A bug in halftune; the message names the file with the traceback. Please report it |
 | 130, 143, 129 | Stopped by Ctrl-C, SIGTERM, SIGHUP; training has saved a checkpoint and printed its path |
 | 141 | The reader of the output has closed the pipe, as in `halftune schema \\| head -1` |
@@ -87,7 +86,6 @@ def _codes() -> Iterator[str]:
         (4, "`halftune convert`: the recipe would learn something else"),
         (4, "`halftune certify`: a no"),
         (4, "`halftune evaluate`: a score beyond its limit"),
-        (4, "`halftune verify`: something differs"),
     ):
         found[code].append(verb)
     for code, lines in sorted(found.items()):

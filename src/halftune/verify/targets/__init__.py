@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, Protocol
 
 from halftune.verify.probes import Probe, Probes
@@ -24,39 +23,13 @@ class Seen:
             probe's, and empty where nothing is known.
         likeliest: ``[P]`` of the likeliest tokens ``[T]``; empty where they are not known.
         of_top: ``[P]`` of ``[T, K]`` log-probabilities of the probe's ``top`` tokens; empty where they are not known.
-        steps: differences of log-probabilities at one place, which show in what format a server computes its logits.
+        texts: ``[P]`` of its own greedy answers, where it gives no log-probabilities.
     """
 
     logprobs: list[list[float]]
     likeliest: list[list[int]] = field(default_factory=list)
     of_top: list[list[list[float]]] = field(default_factory=list)
-    steps: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Said:
-    """A server's own greedy answer.
-
-    Attributes:
-        text: without the token that ends it.
-        finish: ``stop``, ``length``, or empty where it does not say.
-        tokens: its tokens, each an id or a text, with their log-probabilities; empty where it gives none.
-        prompt: the prompt's tokens or their number, as it counts them; None where it does not say.
-        whole: whether the text is the whole answer: no calls of tools or reasoning were taken out.
-        tops: for each of its tokens, the likeliest ones (id or text) and their log-probabilities.
-    """
-
-    text: str
-    finish: str
-    tokens: list[tuple[int | str, float]]
-    prompt: list[int] | int | None = None
-    whole: bool = True
-    tops: list[dict[int | str, float]] = field(default_factory=list)
-
-    @property
-    def steps(self) -> list[float]:
-        """See ``Seen``."""
-        return [high - low for place in self.tops for low, high in pairwise(sorted(place.values()))]
+    texts: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -83,15 +56,11 @@ class Target(Protocol):
         name: for people.
         kind: ``folder``, ``adapter``, ``server`` or ``gguf``.
         format: the format of its weights, a key of ``formats`` in ``causes.yaml``; empty where it is not known.
-        lacks_chat: whether it is a server without a chat endpoint.
     """
 
     name: str
     kind: str
     format: str
-
-    @property
-    def lacks_chat(self) -> bool: ...
 
     def tokens(self, probe: Probe, probes: Probes, tokenizer: Any) -> list[int] | int | None:
         """The tokens that it makes of a probe's conversation or text, or how many; None where it does not say."""
@@ -99,10 +68,6 @@ class Target(Protocol):
 
     def stops(self, probes: Probes, tokenizer: Any) -> set[int] | None:
         """The tokens of ``probes.stops`` at which it ends an answer; None where nothing is known."""
-        ...
-
-    def said(self, probe: Probe, *, chat: bool) -> Said | None:
-        """A server's own greedy answer, of its chat endpoint or of completions; None where there is none."""
         ...
 
     def see(self, probes: Sequence[Probe], tokenizer: Any) -> Seen:

@@ -32,7 +32,6 @@ class FolderTarget:
 
     Attributes:
         folder: of the model or adapter.
-        base: model of an adapter whose own base cannot be found.
         model: in evaluation mode, in the format of its files, on a GPU where there is one.
         absent: weights of the model that its files do not have: transformers makes them at random.
 
@@ -44,10 +43,8 @@ class FolderTarget:
         ModelError: transformers or peft cannot load it.
     """
 
-    lacks_chat = True
-
     def __init__(self, folder: Path, base: str = "") -> None:
-        self.folder, self.base, self.name = folder, base, str(folder)
+        self.folder, self.name = folder, str(folder)
         self.kind = "adapter" if (folder / ADAPTER).is_file() else "folder"
         self.model, self.absent = load_plain(folder, base)
         self.tokenizer = plain_tokenizer(folder, base)
@@ -73,9 +70,6 @@ class FolderTarget:
         listed = base.generation_config.eos_token_id if base.generation_config is not None else None
         listed = base.config.get_text_config().eos_token_id if listed is None else listed
         return set(listed if isinstance(listed, list) else [] if listed is None else [listed])
-
-    def said(self, probe: Probe, *, chat: bool) -> None:
-        """See ``Target``: it is scored instead."""
 
     def see(self, probes: Sequence[Probe], tokenizer: Any) -> Seen:
         """See ``Target``."""

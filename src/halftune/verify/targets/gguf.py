@@ -34,7 +34,7 @@ class GgufTarget:
         ModelError: llama.cpp cannot load the file.
     """
 
-    kind, lacks_chat = "gguf", True
+    kind = "gguf"
 
     def __init__(self, file: Path, probes: Probes) -> None:
         self._library: Any = need("llama_cpp", why="verify against a GGUF file", distribution="llama-cpp-python")
@@ -97,9 +97,6 @@ class GgufTarget:
         found = {int(one) for name in names if (one := self.metadata.get(f"tokenizer.ggml.{name}", "")).isdigit()}
         vocabulary = self._llama._model.vocab
         return found | {one for one in probes.stops if self._library.llama_vocab_is_eog(vocabulary, one)}
-
-    def said(self, probe: Probe, *, chat: bool) -> None:
-        """See ``Target``: it is scored instead."""
 
     def see(self, probes: Sequence[Probe], tokenizer: Any) -> Seen:
         """See ``Target``."""

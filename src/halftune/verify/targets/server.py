@@ -4,67 +4,58 @@ from __future__ import annotations
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Sequence
 from datetime import date, timedelta
-from math import inf
+from itertools import takewhile
 from typing import Any
 
 import httpx
 
 from halftune.core.errors import ModelError
 from halftune.core.processes import heartbeat
-from halftune.verify.answers import follow
 from halftune.verify.draw import render
 from halftune.verify.probes import TOP, Probe, Probes
-from halftune.verify.targets import Said, Seen
+from halftune.verify.targets import Seen
 
 _SECONDS = 120.0  # for one request
 _BODY = 32 << 20  # bytes of an answer
-_TEXT, _CHAT = "/v1/completions", "/v1/chat/completions"
+_STOPS_TRIED = 4
+_CHAT = "/v1/chat/completions"
 _BEYOND = 8  # tokens after an answer, in which a server shows that it does not stop
 _ROUNDING = 0.01  # a log-probability is at most 0
-# llama.cpp's names of formats; its sums are in 16 bits at best, and what is not listed is coarser than 8 bits
-_FORMATS = {"Q8_0": "q8_0", "F16": "fp16", "BF16": "bf16", "F32": "fp16", "all F32": "fp16"}
-_NO_ENDPOINT = ("HTTP 404", "HTTP 405", "HTTP 501")
 
 
 class ServerTarget:
-    """See ``Target``.
-
-    Attributes:
-        refused: why the server's last answer was an error.
+    """See ``Target``. Its format is not known.
 
     Args:
         url: with or without ``/v1``.
         model: name of the model there; empty: the only one.
         key_variable: environment variable with the API key.
-        format: of its weights, where the server does not say.
 
     Raises:
         ModelError: it does not answer, or has no such model.
     """
 
-    kind = "server"
+    kind, format = "server", ""
 
-    def __init__(self, url: str, model: str = "", key_variable: str = "OPENAI_API_KEY", format: str = "") -> None:
+    def __init__(self, url: str, model: str = "", key_variable: str = "OPENAI_API_KEY") -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         key = os.environ.get(key_variable, "")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._client = httpx.Client(timeout=_SECONDS, headers=headers, follow_redirects=False, trust_env=False)
-        self.format, self.refused, self._known = format, "", dict[str, Said | None]()
         self.model = self._chosen(model)
         self.name = f"{self.url} {self.model}"
 
     def _chosen(self, model: str) -> str:
         found = self._call("/v1/models")
         try:
-            known = {str(one["id"]): (one.get("meta") or {}).get("ftype") for one in found["data"]}
-        except (AttributeError, TypeError, LookupError) as error:
+            known = [str(one["id"]) for one in found["data"]]
+        except (TypeError, LookupError) as error:
             raise self._error("/v1/models", "not a list of models") from error
         if model in known or (not model and len(known) == 1):
-            model = model or next(iter(known))
-            self.format = self.format or (_FORMATS.get(str(known[model]), "q4") if known[model] else "")
-            return model
+            return model or known[0]
         what = f"no model {model!r}" if model else "several models"
         raise ModelError(
             f"{what}; there are {', '.join(known)}",
@@ -86,80 +77,87 @@ class ServerTarget:
         return found
 
     def _rendered(self, probe: Probe, probes: Probes) -> list[int] | int | None:
-        asked: dict[str, Any] = {"messages": _messages(probe), "chat_template_kwargs": probes.variables}
+        asked: dict[str, Any] = {"messages": probe.messages, "chat_template_kwargs": probes.variables}
         asked |= {"tools": probe.tools} if probe.tools else {}
         if (made := self._try("/apply-template", asked)) and isinstance(text := made.get("prompt"), str):  # llama.cpp
             made = self._try("/tokenize", {"content": text, "add_special": True, "parse_special": True})
             return _ids(made)
         if ids := _ids(self._try("/tokenize", {**asked, "model": self.model, "add_generation_prompt": True})):
             return ids
-        said = self._said(probe, _CHAT, {"chat_template_kwargs": probes.variables} if probes.variables else {})
-        return said and said.prompt
+        asked |= {"model": self.model, "max_tokens": 1, "temperature": 0}
+        found = self._try(_CHAT, {**asked, "return_token_ids": True}) or self._call(_CHAT, asked)
+        try:
+            told = found.get("prompt_token_ids") or found["choices"][0].get("prompt_token_ids")
+            if ids := _ids({"tokens": told}):
+                return ids
+        except (AttributeError, LookupError, TypeError):
+            pass
+        try:
+            return int(found["usage"]["prompt_tokens"])
+        except (TypeError, LookupError, ValueError, OverflowError):
+            return None
 
     def stops(self, probes: Probes, tokenizer: Any) -> set[int] | None:
-        """See ``Target``. A server's stops show in its answers alone."""
-        return None
-
-    def said(self, probe: Probe, *, chat: bool) -> Said | None:
-        """See ``Target``; the conversation as a client sends it, without variables of the template."""
-        return self._said(probe, _CHAT if chat else _TEXT, {})
+        """See ``Target``. Judged by greedy answers that begin as the probe's; one without such an answer passes."""
+        found, failed = set[int](), set[int]()
+        ended: dict[int, list[Probe]] = defaultdict(list)
+        for one in probes.probes:
+            if one.ended:
+                ended[one.answer[-1]].append(one)
+        for probe in [one for some in ended.values() for one in some[:_STOPS_TRIED]]:
+            choice = self._complete(probe.prompt, len(probe.answer) + _BEYOND)
+            text, expected = str(choice.get("text", "")), str(tokenizer.decode(probe.answer, skip_special_tokens=True))
+            if not text.strip().startswith(expected.strip()):
+                continue  # another answer says nothing of its end
+            (found if choice.get("finish_reason") == "stop" else failed).add(probe.answer[-1])
+        return found | (ended.keys() - failed) if found or failed else None
 
     def see(self, probes: Sequence[Probe], tokenizer: Any) -> Seen:
         """See ``Target``. Scores the answer behind the prompt where the server can; else follows its own answer."""
-        if self._echoed(probes[0]) is not None:
-            found = [self._echoed(one) or ([], []) for one in probes]
-            return Seen([one for one, _ in found], steps=[step for _, steps in found for step in steps])
-        said = [self.said(one, chat=False) or self.said(one, chat=True) for one in probes]
-        if not any(said):
-            raise self._error(_TEXT, self.refused)
-        pairs = list(zip(probes, said, strict=True))
-        rows = [follow(probe, one, inf, tokenizer).logprobs if one else [] for probe, one in pairs]
-        return Seen(rows, steps=[step for one in said if one for step in one.steps])
+        if (first := self._echoed(probes[0])) is not None:
+            return Seen([first, *(self._echoed(one) or [] for one in probes[1:])])
+        followed = [self._followed(one, tokenizer) for one in probes]
+        return Seen([one[0] for one in followed], texts=[one[1] for one in followed])
 
-    def _echoed(self, probe: Probe) -> tuple[list[float], list[float]] | None:
-        """Log-probabilities of the answer, given the prompt, and steps; None if the server does not score prompts."""
+    def _echoed(self, probe: Probe) -> list[float] | None:
+        """Log-probabilities of the answer, given the prompt; None if the server does not score prompts."""
         asked = {"prompt": probe.prompt + probe.answer, "max_tokens": 1, "echo": True, "logprobs": TOP}
-        found = self._try(_TEXT, {"model": self.model, "temperature": 0, **asked})
+        found = self._try("/v1/completions", {"model": self.model, "temperature": 0, **asked})
         try:
-            told = found["choices"][0]["logprobs"]
-            own = told["token_logprobs"][len(probe.prompt) : len(probe.prompt) + len(probe.answer)]
+            values = found["choices"][0]["logprobs"]["token_logprobs"]
+            own = values[len(probe.prompt) : len(probe.prompt) + len(probe.answer)]
             if len(own) == len(probe.answer) and all(map(_is_logprob, own)):
-                return [float(one) for one in own], Said("", "", [], tops=_tops(told)).steps
-        except (AttributeError, TypeError, LookupError):
+                return [float(one) for one in own]
+        except (TypeError, LookupError):
             pass
         return None
 
-    def _said(self, probe: Probe, path: str, more: dict[str, Any]) -> Said | None:
-        """Its greedy answer; None for an error."""
-        tokens = len(probe.answer) + _BEYOND
-        asked: dict[str, Any] = {"model": self.model, "max_tokens": tokens, "temperature": 0, **more}
-        if path == _TEXT:
-            forms = [asked | {"prompt": probe.prompt, "logprobs": TOP}]
-        elif probe.messages is None:
-            return None
-        else:
-            asked |= {"messages": _messages(probe)} | ({"tools": probe.tools} if probe.tools else {})
-            scored = asked | {"logprobs": True, "top_logprobs": TOP}
-            forms = [scored | {"return_token_ids": True}, scored, asked]
-        key = json.dumps([path, forms[-1]])
-        if key not in self._known:
-            made = (_answer(self._try(path, form)) for form in forms)
-            self._known[key] = next((one for one in made if one is not None), None)
-        return self._known[key]
+    def _followed(self, probe: Probe, tokenizer: Any) -> tuple[list[float], str]:
+        """The log-probabilities of the server's own greedy answer as far as it is the probe's, and its text."""
+        choice = self._complete(probe.prompt, len(probe.answer))
+        try:
+            given = choice["logprobs"]
+            pairs = list(zip(given["tokens"], given["token_logprobs"], strict=True))
+        except (TypeError, LookupError, ValueError):
+            pairs = []
+        expected = [tokenizer.decode([one]) for one in probe.answer]
+        pairs = pairs if all(_is_logprob(value) for _, value in pairs) else []
+        same = takewhile(lambda pair: pair[0][0] == pair[1], zip(pairs, expected, strict=False))
+        return [float(pair[1]) for pair, _ in same], str(choice.get("text", ""))
 
-    @property
-    def lacks_chat(self) -> bool:
-        """See ``Target``."""
-        return self._try(_CHAT, {"model": self.model, "messages": []}) is None and any(
-            one in self.refused for one in _NO_ENDPOINT
-        )
+    def _complete(self, prompt: list[int], tokens: int) -> dict[str, Any]:
+        asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": TOP}
+        found = self._call("/v1/completions", {"model": self.model, **asked})
+        try:
+            return dict(found["choices"][0])
+        except (TypeError, LookupError, ValueError) as error:
+            raise self._error("/v1/completions", "not an answer") from error
 
     def _try(self, path: str, body: dict[str, Any]) -> Any:
         """The answer; None for an error."""
         try:
             return self._call(path, body)
-        except ModelError as error:
-            self.refused = str(error)
+        except ModelError:
             return None
 
     def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:
@@ -185,9 +183,6 @@ class ServerTarget:
         return ModelError(what, where=self.url + path, remedy=remedy, code="verify.server_failed")
 
 
-_TAKEN_OUT = {"tool_calls", "reasoning_content", "reasoning"}  # of an answer's text
-
-
 def _is_logprob(value: Any) -> bool:
     return type(value) in (int, float) and -1e9 < value < _ROUNDING
 
@@ -196,45 +191,3 @@ def _ids(found: Any) -> list[int] | None:
     """Token ids of an answer to ``/tokenize``: vLLM's and llama.cpp's."""
     ids = found.get("tokens") if isinstance(found, dict) else None
     return ids if isinstance(ids, list) and ids and all(type(one) is int for one in ids) else None
-
-
-def _messages(probe: Probe) -> list[dict[str, Any]]:
-    """As OpenAI's API takes them: arguments of calls are JSON texts."""
-    found: list[dict[str, Any]] = json.loads(json.dumps(probe.messages))
-    for call in (call for one in found for call in one.get("tool_calls") or ()):
-        function = call.get("function", call)
-        if isinstance(function.get("arguments"), dict):
-            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-    return found
-
-
-def _answer(found: Any) -> Said | None:
-    """An answer of either endpoint; None if it is none."""
-    try:
-        choice, usage = found["choices"][0], found.get("usage") or {}
-        message = choice.get("message")
-        text = choice["text"] if message is None else message.get("content") or ""
-        told = choice.get("logprobs") or {}
-        pairs: list[tuple[int | str, float]]
-        if (listed := told.get("content")) is not None:  # of chat, and llama.cpp's of completions
-            pairs = [(one.get("id", one["token"]), one["logprob"]) for one in listed]
-        else:
-            pairs = list(zip(told.get("tokens") or (), told.get("token_logprobs") or (), strict=True))
-        tops = _tops(told)
-        ids = _ids({"tokens": found.get("prompt_token_ids") or choice.get("prompt_token_ids")})
-        count = usage.get("prompt_tokens")
-    except (AttributeError, LookupError, TypeError, ValueError):
-        return None
-    whole = message is None or not any(message.get(one) for one in _TAKEN_OUT)
-    pairs = [one for one in pairs if all(_is_logprob(value) for _, value in pairs)]
-    prompt = ids or (count if type(count) is int and count > 0 else None)
-    return Said(str(text), str(choice.get("finish_reason") or ""), pairs, prompt, whole, tops)
-
-
-def _tops(told: Any) -> list[dict[int | str, float]]:
-    """The likeliest tokens of each place, by their ids or texts."""
-    if isinstance(listed := told.get("content"), list):
-        places = [{one.get("id", one.get("token")): one["logprob"] for one in each["top_logprobs"]} for each in listed]
-    else:
-        places = told.get("top_logprobs") or []
-    return [{token: value for token, value in (one or {}).items() if _is_logprob(value)} for one in places]

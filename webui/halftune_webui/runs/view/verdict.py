@@ -64,10 +64,9 @@ def _found(answer: dict[str, Any], words: Words) -> dict[str, Any]:
         for one in answer["findings"]
     ]
     bits = numbers.get("to_trained") == 0
-    known = answer.get("answer") != "not known"
-    verdict = "differs" if findings else "unknown" if not known else "bits" if bits else "same"
+    verdict = "differs" if findings else "bits" if bits else "same"
     steps = [(words.table.get(f"check.steps.{step}", step), text) for step, text in lines]
-    return {"same": known and not findings, "verdict": words(f"check.{verdict}"), "lines": steps, "findings": findings}
+    return {"same": not findings, "verdict": words(f"check.{verdict}"), "lines": steps, "findings": findings}
 
 
 def _number(name: str, value: float) -> str:

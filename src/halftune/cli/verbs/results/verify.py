@@ -6,8 +6,7 @@
   halftune verify --reference ORG_MODEL_FOLDER --against COPY             a model trained elsewhere
 
 Training keeps 32 prompts with the result's answers and log-probabilities in final/probes.json. Exit code 0: the same
-but for rounding; 4: something differs, and the table says what, by which cause, and its remedy; 7: not known, since
-something could not be compared, and the table says what.
+but for rounding; 4: something differs, and the table says what, by which cause, and its remedy.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
     from halftune.verify.report import Report
     from halftune.verify.targets import Target
 
-EXIT_CODES = {"same": 0, "differs": 4, "not known": 7}
-_FORMATS = ("fp32", "fp16", "bf16", "q8_0", "fp8", "int8", "nf4", "q4")
+DIFFERS = 4  # exit code
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,9 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME", default="", help="the model's name on the server")
     parser.add_argument(
         "--api-key-env", metavar="VARIABLE", default="OPENAI_API_KEY", help="variable that holds the server's key"
-    )
-    parser.add_argument(
-        "--format", choices=_FORMATS, default="", help="in which a server computes, where it does not say"
     )
     parser.add_argument("--base", metavar="MODEL", default="", help="folder of the base model, if it has moved")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -67,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(report.as_data(), ensure_ascii=False, indent=1))
     else:
         print(_table(report))
-    return EXIT_CODES[report.answer]
+    return 0 if report.same else DIFFERS
 
 
 def _result(given: str) -> Path:
@@ -92,33 +87,33 @@ def _result(given: str) -> Path:
 
 
 def _compared(reference: Reference, args: argparse.Namespace) -> Report:
-    from halftune.verify.exact import load_exact
-    from halftune.verify.processors import takes_media
-    from halftune.verify.report import Files, compare
-    from halftune.verify.rounding import measure_rounding
+    from halftune.verify.processors import compare_processors, takes_media
+    from halftune.verify.report import compare
 
-    against = args.against
+    against, weights, skipped = args.against, [], ""
     base = Path(reference.base) if reference.base else reference.folder
     own = next((one for one in (reference.folder, base) if takes_media(one)), None)
-    exact, files = load_exact(reference.folder, args.base), Files(media=own is not None)
     target: Target
     if against.startswith(("http://", "https://")):
         from halftune.verify.targets.server import ServerTarget
 
-        target = ServerTarget(against, args.model, args.api_key_env, args.format)
+        target = ServerTarget(against, args.model, args.api_key_env)
     elif (path := _folder(against)).suffix == ".gguf" and path.is_file():
         from halftune.verify.targets.gguf import GgufTarget
 
         target = GgufTarget(path, reference.probes)
-        files = Files(target.settings(reference.folder, reference.base), media=own is not None)
+        weights = target.settings(reference.folder, reference.base)
     else:
-        from halftune.verify.folders import compare_files
         from halftune.verify.targets.folder import FolderTarget
+        from halftune.verify.weights import compare_weights
 
         target = FolderTarget(path, reference.base if args.base else "")
-        files = compare_files(reference, exact, target, args.base, own)
-    rounding = measure_rounding(reference.probes, exact, reference.folder, args.base, target.format)
-    return compare(reference, exact, target, files, rounding)
+        weights, skipped = compare_weights(
+            reference.folder, target, args.base, quantised=bool(reference.probes.weights)
+        )
+        weights += compare_processors(own, target.folder) if own else []
+    name, tokenizer = str(reference.folder), reference.tokenizer
+    return compare(reference.probes, target, tokenizer, name, weights, skipped, media=own is not None)
 
 
 def _folder(given: str) -> Path:
