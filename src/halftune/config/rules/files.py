@@ -266,7 +266,7 @@ def output_is_writable(run: RunConfig, context: Context) -> Iterator[Violation]:
         return
     if what := _not_creatable(path, look=context.look_at_files):
         yield Violation(at, what, "choose another folder")
-    yield from _holds_inputs(run, path, at)
+    yield from _holds_inputs(run, path, at, context.recipe.resolve())
     if part := part_of_run(FilePath(path)):
         yield Violation(at, f"is inside a part of another run: {part}", "choose another folder")
 
@@ -284,14 +284,15 @@ def _not_creatable(path: str, *, look: bool) -> str:
     return f"{existing} is on a read-only file system" if read_only else f"no permission to write {existing}"
 
 
-def _holds_inputs(run: RunConfig, path: str, at: KeyPath) -> Iterator[Violation]:
-    """The base model in the run folder, or the run folder in a data folder."""
+def _holds_inputs(run: RunConfig, path: str, at: KeyPath, recipe: FilePath) -> Iterator[Violation]:
+    """The base model in the run folder, or the run folder in a data folder or a model's, unless the recipe is there."""
     model = os.path.realpath(run.model.name_or_path)
     if os.path.isdir(model) and (path == model or model.startswith(path + os.sep)):
         yield Violation(at, "contains the base model, which training would overwrite", "choose another folder")
     teacher, begun = run.method.teacher_model, getattr(run.adapter, "name_or_path", None)
     for read in (run.model.name_or_path, run.model.tokenizer, teacher and teacher.name_or_path, begun):
-        if read and os.path.isdir(read) and FilePath(path).parent.is_relative_to(os.path.realpath(read)):
+        folder = os.path.realpath(read) if read and os.path.isdir(read) else path
+        if FilePath(path).parent.is_relative_to(folder) and not recipe.is_relative_to(folder):
             yield Violation(at, f"is inside a folder that the run reads: {read}", "choose a folder outside it")
             break
     for source in (*run.data.train, *run.data.eval):
