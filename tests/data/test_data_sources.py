@@ -147,7 +147,7 @@ def test_rows_of_files_with_equal_names_have_different_places(write, tmp_path):
     [
         ({"text": "A B C"}, {"content": "D E F"}, "pretrain"),
         ({"prompt": "A?", "completion": "B."}, {"question": "C?", "completion": "D."}, "sft"),
-        ({"prompt": "A?", "completion": "B."}, {"prompt": "C?", "question": "D?", "answer": "E."}, "sft"),
+        ({"prompt": "A?", "completion": "B."}, {"question": "C?", "answer": "D."}, "sft"),
     ],
 )
 def test_a_row_without_a_column_names_its_place(first, second, method, write, tmp_path, make_config):

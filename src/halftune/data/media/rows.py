@@ -116,7 +116,7 @@ def _with_media(
         if _PLACE.search(texts_of({**one, "content": ""} if asked else one)):
             raise _misplaced()
     messages = [{**one, "content": _PLACE.sub(r"\1", one["content"])} for one in made.messages]
-    places = [match.groups() for one in made.messages for match in _PLACE.finditer(one["content"])]
+    places = [(match[1], match[2]) for one in made.messages for match in _PLACE.finditer(one["content"])]
     return replace(made, messages=messages, media=tuple(_matched(places, found, given)))
 
 
