@@ -33,10 +33,11 @@ def read_metrics(folder: Path) -> Iterator[dict[str, Any]]:
     with file:
         broken = 0
         for number in itertools.count(1):
-            if not (line := file.readline(_LONGEST)):
-                return
-            if broken:
+            line = file.readline(_LONGEST)
+            if broken and line:
                 log.warning("%s: line %d is left out: not valid JSON", path, broken)
+            if not line or len(line) == _LONGEST:  # no run writes such a line: what follows may have no end
+                return
             broken = 0
             try:
                 entry = json.loads(line)
