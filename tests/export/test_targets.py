@@ -268,6 +268,13 @@ def test_a_key_that_a_result_has_settled_is_refused(run_folder: Path, key: str) 
     assert (caught.value.code, caught.value.where) == ("cli.option_conflict", key.partition("=")[0])
 
 
+@pytest.mark.parametrize(
+    "key", ["model.chat_template_kwargs={enable_thinking: false}", "training.allow_changes=[model]"]
+)
+def test_a_key_that_a_result_is_used_with_is_taken(run_folder: Path, key: str) -> None:
+    assert open_run(str(run_folder), [key]).is_adapter
+
+
 ODD_FILES: list[tuple[str, str]] = [
     ("metrics.jsonl", '{"loss": 1.0}'),
     ("metrics.jsonl", '{"step": 2, "loss": "x"}'),

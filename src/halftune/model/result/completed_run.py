@@ -161,7 +161,8 @@ def check_settled(loaded: LoadedConfig, keys: tuple[str, ...] = _SETTLED) -> Non
         ConfigError: names the first.
     """
     for key, origin in loaded.origins.items():
-        if origin == COMMAND_LINE and key.startswith(keys) and not key.startswith(_OPEN):
+        settled = any(f"{key}.".startswith(f"{one}.") for one in keys)  # not model.chat_template_kwargs
+        if settled and origin == COMMAND_LINE and not key.startswith(_OPEN):
             what, remedy = f"{key} has no effect: training has settled it", f"leave {key} out, or train with it"
             raise ConfigError(what, where=key, remedy=remedy, code="cli.option_conflict")
 
