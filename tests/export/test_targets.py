@@ -281,6 +281,8 @@ ODD_FILES: list[tuple[str, str]] = [
     ("metrics.jsonl", '{"step": 2, "loss": 1.0, "tokens_trained": "5"}'),
     ("metrics.jsonl", '{"step": "a", "loss": 1.0}'),
     ("metrics.jsonl", '{"step": 2.5, "loss": [1]}'),
+    ("metrics.jsonl", '{"step": -4, "loss": 1.0, "tokens_trained": 5}'),
+    ("metrics.jsonl", '{"step": 4, "loss": NaN}'),
     *(("metrics.jsonl", one) for one in ("[1]", "5", "[" * 100_000, "\0" * 5000, "")),
     *(
         ("environment.json", one)

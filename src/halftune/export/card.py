@@ -154,18 +154,19 @@ def _training(run: CompletedRun, path: Path) -> Rows:
         lines, metric = read_metrics(run.folder), training.metric_for_best
         evaluated = ((line[metric], line["step"]) for line in lines if line.get(metric) is not None)
         _, step = min((one for one in evaluated if math.isfinite(one[0])), default=(None, None))
-    step = finished_at(run.folder) if step is None else step
     last, tokens = dict[str, Any](), 0
     for line in read_metrics(run.folder):
-        if not (line["step"] >= 0 and line.get("tokens_trained", 0) >= 0 and line.get("loss", 0) >= 0):  # also NaN
+        more, loss = (line.get(key) or 0 for key in ("tokens_trained", "loss"))  # GRPO's loss may be below 0
+        if min(line["step"], more) < 0 or not math.isfinite(loss):
             raise ValueError(f"step {line['step']} cannot have been measured")
         if step is None or line["step"] <= step:
             last |= {key: line[key] for key in ("step", "loss", "eval_loss") if line.get(key) is not None}
-            tokens += line.get("tokens_trained") or 0
+            tokens += more
     if not last and path.exists():
         raise ValueError("no step can be read")
     if step is not None or last:
-        yield "steps", f"{last['step'] if step is None else step:d}"
+        trained = max(last.get("step", 0), finished_at(run.folder) or 0)  # the end of metrics.jsonl may be lost
+        yield "steps", f"{trained if step is None else step:d}"
     if last:
         yield "trained tokens", f"{tokens:,}"
     for key, name in (("loss", "last training loss"), ("eval_loss", "last evaluation loss")):
