@@ -213,7 +213,7 @@ def test_values_that_are_no_log_probabilities(made: dict[str, Path], verdict: Ve
 @pytest.mark.parametrize(("against", "more", "code"), [
     ("http://127.0.0.1:9", [], "verify.server_failed"),
     ("{url}", ["--model", "other"], "verify.no_such_model"),
-    ("nowhere", [], "verify.target_unusable"),
+    ("nowhere", [], "config.not_a_run_folder"),
 ])  # fmt: skip
 def test_targets_that_cannot_be_compared(
     made: dict[str, Path], against: str, more: list[str], code: str, capsys: pytest.CaptureFixture[str]

@@ -35,7 +35,7 @@ NotBuilt = Literal["sizes", "unbuilt"]
 BUILDER = "halftune.model.meta.shapes"
 TIME_LIMIT = 300.0  # seconds; importing torch the first time takes a minute on a slow disk
 _NOTICE = 20.0  # seconds until it is said what the process waits for
-FORMAT = 8  # version of cached answers
+FORMAT = 9  # version of cached answers
 # More than any model has; building layers takes time even on the meta device.
 MOST_LAYERS = 2000
 

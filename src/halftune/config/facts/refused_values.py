@@ -30,7 +30,8 @@ _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 # Keys of config.json and generation_config.json → their least and greatest number; others may be anything but NaN.
 _RANGES = (
     (re.compile(r"(\w+_)?max_position_embeddings|n_positions|max_seq(uence)?_len(gth)?"), -1, 2**40),
-    (re.compile(r"\w+_token_ids?|\w+_token_index"), -(2**10), 2**31 - 1),  # LLaVA's image token is -200
+    (re.compile(r"\w+_token_index"), -(2**10), 2**31 - 1),  # LLaVA's image token is -200
+    (re.compile(r"\w+_token_ids?"), -1, 2**31 - 1),
     (re.compile(r"\w*(dropout|_pdrop)"), 0, 1),
     (re.compile(r"\w*norm_eps(ilon)?"), 0, 1),
     (re.compile(r"rope_theta|rotary_emb_base|rope_local_base_freq|(\w+_)?factor|beta_fast|beta_slow"), 0, 1e15),

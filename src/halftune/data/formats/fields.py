@@ -165,6 +165,9 @@ def text(row: Mapping[str, Any], column: str, where: str = "") -> str:
     raise RowError(f"{where}{column}: expected text, got {_kind(value)}")
 
 
+_EMPTY = {"an answer": "the answer is empty", "a prompt": "the prompt is empty", "a text": "the text is empty"}
+
+
 def answer(row: Mapping[str, Any], column: str, name: str = "an answer") -> str:
     """The column of the answer, or of what else ``name`` says.
 
@@ -176,7 +179,7 @@ def answer(row: Mapping[str, Any], column: str, name: str = "an answer") -> str:
         raise RowError(f"row without {name}: it has no column {column!r}")
     value = text(row, column)
     if not value.strip():
-        raise RowDropped(f"the {name.split()[1]} is empty")
+        raise RowDropped(_EMPTY[name])
     return value
 
 
