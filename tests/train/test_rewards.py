@@ -177,8 +177,9 @@ def test_programs_do_not_outlive_their_limits(tmp_path: Path, monkeypatch: pytes
     left, seconds = tmp_path / "left", LIMIT + os.getpid() / 2**32  # which no other test says
     loose = "import ctypes, os, time\nctypes.CDLL(None).prctl(1, 0)\nos.setsid()\nprint(1, flush=True)\n"
     assert run_python(f"{loose}time.sleep(2)\nopen({str(left)!r}, 'w')", seconds, 256) == "1\n"
-    found = [command for path in Path("/proc").glob("[0-9]*/cmdline") if (command := _read(path))]
-    assert not any(f"sandboxed.py\0{seconds}\0".encode() in one for one in found)
+    own = f"sandboxed.py\0{seconds}\0".encode()
+    until(lambda: not any(own in _read(path) for path in Path("/proc").glob("[0-9]*/cmdline")), "the program's end")
+    assert not left.exists(), "it was killed, and did not end by itself"
 
 
 def _read(path: Path) -> bytes:

@@ -80,7 +80,7 @@ def window_fault(config: PretrainedConfig) -> str:
             lost = padded_error(small_copy(text), attention) > LOST
     except HalftuneError:  # FlashAttention refuses the model by itself
         return ""
-    except REFUSALS:
+    except (*REFUSALS, ArithmeticError):  # numbers of heads that do not divide
         return "windows_unchecked"
     return "windows" if lost else ""
 

@@ -48,8 +48,7 @@ _NO_HEADS = 64  # hidden size of the copy of a model without attention
 
 # Errors of third-party model code that does not support the check: its own (ValueError; ImportError for a missing
 # package), torch's shape and kernel errors (RuntimeError with NotImplementedError), unknown forward arguments
-# (TypeError), assertions, fields or layers missing in the reduced config (lookups), numbers of heads that do not
-# divide, and our own errors.
+# (TypeError), assertions, fields or layers missing in the reduced config (lookups), and our own errors.
 REFUSALS = (
     ValueError,
     RuntimeError,
@@ -57,7 +56,6 @@ REFUSALS = (
     AssertionError,
     AttributeError,
     LookupError,
-    ArithmeticError,
     ImportError,
     StrictDataclassError,
     HalftuneError,
